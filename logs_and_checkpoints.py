@@ -1,0 +1,340 @@
+"""Logging and checkpoints: the one module that the rungs share. Logging holds no collective, the
+script reduces what it logs. The functions for checkpoints are called by all ranks."""
+
+import json
+import os
+import resource
+import shlex
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+RANK, LOCAL_RANK = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+
+MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
+MEMORY = tuple(f"memory/{name}_gb" for name in MEMORY)
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in rung 01
+# What a line on the console shows, and how.
+CONSOLE = {"loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f", "tokens_per_second": ",.0f"}
+CONSOLE |= {"mfu": ".1%", "eval/loss": ".4f", "eval/perplexity": ".2f"}
+# Dense bf16 peak in FLOP/s by a part of the device's name. Source: NVIDIA's data sheets.
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+COMET_OFF = ("log_code", "log_graph", "log_git_metadata", "log_git_patch", "log_env_details")
+COMET_OFF += ("parse_args", "auto_param_logging", "auto_metric_logging", "auto_output_logging")
+
+
+def say(message):
+    """Prints a line on rank 0, above the progress bar."""
+    if RANK == 0:
+        tqdm.write(message)
+        sys.stdout.flush()
+
+
+def fail(message):
+    """Ends the run for a reason that its user can mend: one line per node, exit code 2.
+
+    The ranks of a node meet the same error and the first reports it. The others wait for it: when
+    one of them leaves, torchrun stops the rest, maybe before the first has spoken."""
+    if LOCAL_RANK > 0:
+        time.sleep(60)
+    line = message.strip().splitlines()[0]
+    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def describe(model, seq_length, device):
+    """What is known of a run beside its flags. The model must not be wrapped yet.
+
+    FLOPs of a token, forward and backward: 6 N + 12 L H D T (PaLM, arXiv:2204.02311, appendix B), N
+    without embeddings that are not the output layer too, attention without regard to its mask."""
+    config, n = model.config, model.num_parameters()
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    tables -= {model.get_output_embeddings().weight}
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head * seq_length
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    facts = {"stage": Path(sys.argv[0]).resolve().parent.name, "world_size": WORLD_SIZE}
+    facts |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    facts |= {"device_name": name, "parameters": n, "attention": config._attn_implementation}
+    facts["flops_per_token"] = 6 * (n - sum(table.numel() for table in tables)) + attention
+    facts["peak_flops"] = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return facts
+
+
+def memory_gb(model, optimizer, device):
+    """This rank's memory in GB (1e9 bytes): a CPU tensor, (5,) float64, in the order of `MEMORY`.
+
+    The last: parameters, gradients, optimizer tensors. On a CPU the others are the resident set."""
+    tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
+    for moments in optimizer.state.values():
+        tensors += [value for value in moments.values() if torch.is_tensor(value)]
+    state = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
+    else:
+        rss = psutil.Process().memory_info().rss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak *= 1 if sys.platform == "darwin" else 1024
+        allocated = reserved = rss, max(rss, peak)
+    return torch.tensor([*allocated, *reserved, state], dtype=torch.float64) / 1e9
+
+
+class RunLog:
+    """A run's metrics: on the console and, if it has a folder, in metrics.jsonl, TensorBoard and
+    Comet, under the same names. Rank 0 writes, other ranks do nothing."""
+
+    def __init__(self, run_dir, start, total_steps, comet_key, flags, facts):
+        """Continues after step `start`, in Comet's experiment `comet_key` if there is one."""
+        self.flags, self.facts, self.pending = flags, facts, {}
+        self.comet, self.comet_key = None, comet_key or os.urandom(16).hex()
+        self.cuda, self.laps = facts["device_name"] != "CPU", []
+        self.run_dir = run_dir if RANK == 0 else None
+        self.bar = tqdm(initial=start, total=total_steps, unit="step", disable=RANK > 0 or None)
+        self.lap("outside")
+        if self.run_dir is None:
+            return
+        lines = []
+        for name, value in flags.items():
+            words = [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+            lines += [shlex.join(words) + "\n"] if value is not None and value is not False else []
+        (run_dir / "flags.txt").write_text("".join(lines))
+        path = run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        lines = [x for x in lines if x.endswith("}\n") and json.loads(x)["step"] <= start]
+        path.with_suffix(".tmp").write_text("".join(lines))
+        self.file = path.with_suffix(".tmp").replace(path).open("a")
+        from torch.utils.tensorboard import SummaryWriter  # a second to import, so only here
+
+        self.board = SummaryWriter(run_dir / "tensorboard", purge_step=start + 1)
+        self.open_comet()
+
+    def open_comet(self):
+        """Starts Comet's experiment or continues it. Whatever ails Comet, training goes on."""
+        online = os.environ.get("COMET_START_ONLINE", "").lower() not in ("0", "false", "no")
+        self.offline = self.flags["comet_offline"] or not online
+        if not self.offline and "COMET_API_KEY" not in os.environ:
+            say("Comet is off: set COMET_API_KEY, or pass --comet-offline to do without an account")
+            return
+        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
+        import comet_ml
+
+        config = dict.fromkeys(COMET_OFF, False) | {"name": self.flags["experiment_name"]}
+        config |= {"offline_directory": str(self.run_dir / "comet"), "display_summary_level": 0}
+        place = {"project_name": self.flags["comet_project_name"], "experiment_key": self.comet_key}
+        place |= {"workspace": self.flags["comet_workspace"], "online": not self.offline}
+        try:
+            place["experiment_config"] = comet_ml.ExperimentConfig(**config)
+            self.comet, self.opened = comet_ml.start(**place), time.monotonic()
+            self.comet.log_parameters(self.flags | self.facts)
+        except Exception as error:
+            say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
+
+    def lap(self, phase):
+        """Books the time since the last lap; "outside" is no part of a step. Waits for nothing: on
+        a GPU a lap is an event in the stream."""
+        now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
+        if self.cuda:
+            now.record()
+        self.laps.append((phase, now))
+
+    def times(self):
+        """Mean milliseconds per step since the last call, as metrics. Waits for the device."""
+        if self.cuda:
+            self.laps[-1][1].synchronize()
+        ms = Counter()
+        for (_, before), (phase, now) in zip(self.laps, self.laps[1:], strict=False):
+            ms[phase] += before.elapsed_time(now) if self.cuda else 1000 * (now - before)
+        ms["total"] = ms.total() - ms["outside"]
+        steps = sum(phase == "update" for phase, _ in self.laps)
+        self.laps = self.laps[-1:]
+        phases = ("data", "forward", "backward", "update", "total")
+        return {f"time/{phase}_ms": ms[phase] / steps for phase in phases}
+
+    def step(self, step, metrics):
+        """To be called once per optimizer step, with metrics where there are any."""
+        self.bar.update()
+        if RANK > 0 or not metrics:
+            return
+        metrics = {"step": step} | metrics | self.pending
+        self.pending = {}
+        if "loss" in metrics:
+            tokens = self.flags["global_batch_size"] * self.flags["seq_length"]
+            rate = 1000 * tokens / metrics["time/total_ms"]
+            metrics |= {"tokens_seen": step * tokens, "tokens_per_second": rate}
+            if self.facts["peak_flops"]:
+                rate *= self.facts["flops_per_token"] / self.facts["peak_flops"]
+                metrics["mfu"] = rate / WORLD_SIZE
+            self.bar.set_postfix_str(f"loss {metrics['loss']:.3f}")
+        shown = [f"{k} {metrics[k]:{form}}" for k, form in CONSOLE.items() if k in metrics]
+        say("  ".join([f"step {step:>5}/{self.bar.total}", *shown]))
+        if self.run_dir:
+            # JSON knows neither NaN nor infinity: null stands for them.
+            finite = {k: v if abs(v) < float("inf") else None for k, v in metrics.items()}
+            self.file.write(json.dumps(finite) + "\n")
+            self.file.flush()
+            for name, number in metrics.items():
+                self.board.add_scalar(name, number, step)
+        if self.comet:
+            self.comet.log_metrics(metrics, step=step)
+
+    def saved(self, times):
+        """After a checkpoint: its times join the next line. A kill empties the archive that Comet
+        has open offline, so it is closed here, at most every five minutes: it takes a second."""
+        self.pending = times
+        if self.comet and self.offline and time.monotonic() > self.opened + 300:
+            self.comet.end()
+            self.open_comet()
+
+    def close(self):
+        """Ends the run's record."""
+        self.bar.close()
+        if self.run_dir:
+            self.board.close()
+        if self.comet:
+            self.comet.end()
+
+
+# A checkpoint is a folder, step-00000200. It is written as step-00000200.tmp, flushed to the disk
+# and renamed: what bears the name is complete. torch.distributed.checkpoint writes the tensors;
+# state.json holds plain values, size and CRC-32 of each file, and a CRC-32 of its own.
+
+
+def gathered(value):
+    """The values of all ranks in a list, on all ranks; the first is rank 0's."""
+    values = [value] * WORLD_SIZE
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def size_and_crc(path):
+    """Size in bytes and CRC-32 of a file, None if it is missing or empty."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return None
+    content = np.memmap(path, mode="r")
+    return [content.size, zlib.crc32(content)]
+
+
+def flush(path):
+    """Returns when a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def checkpoints(run_dir):
+    """Yields (folder, plain values) of complete checkpoints, newest first; no values if altered."""
+    for folder in sorted(run_dir.glob("step-????????"), reverse=True):
+        try:
+            state = json.loads((folder / "state.json").read_text())
+            intact = state.pop("crc32") == zlib.crc32(json.dumps(state).encode())
+        except (OSError, ValueError, KeyError, AttributeError):
+            intact = False
+        yield folder, state if intact else None
+
+
+def tensors_of(model, optimizer):
+    """This rank's share of a checkpoint. Hyperparameters are not in it: those of the flags hold."""
+    model_state, optimizer_state = dcp_state.get_state_dict(model, optimizer)
+    return {"model": model_state, "moments": optimizer_state["state"]}
+
+
+def save_checkpoint(run_dir, step, model, optimizer, plain, keep):
+    """Saves model, optimizer and `plain`, a dict for JSON; keeps the newest `keep` checkpoints.
+
+    Returns metrics. On a full disk the run ends in one line; earlier checkpoints stay intact."""
+    start = time.perf_counter()
+    folder, temporary = run_dir / f"step-{step:08d}", run_dir / f"step-{step:08d}.tmp"
+    tensors = tensors_of(model, optimizer)
+    groups = [tensors["model"], *tensors["moments"].values()]
+    needed = sum(t.numel() * t.element_size() for group in groups for t in group.values())
+    try:
+        if min(gathered(shutil.disk_usage(run_dir).free)) < 1.01 * needed + 2**20:
+            raise OSError(f"it takes {needed:,}")  # a full disk surfaces in DCP as a riddle
+        writer = dcp.FileSystemWriter(temporary)  # flushes each of its files
+        dcp.save(tensors, storage_writer=writer)
+        mine = [*temporary.glob(f"__{RANK}_*"), *temporary.glob(".metadata" if RANK == 0 else "-")]
+        parts = gathered([(file.name, size_and_crc(file)) for file in mine])
+        if RANK == 0:
+            plain = plain | {"step": step, "files": dict(sum(parts, []))}
+            plain["crc32"] = zlib.crc32(json.dumps(plain).encode())
+            (temporary / "state.json").write_text(json.dumps(plain))
+            flush(temporary / "state.json")
+            flush(temporary)
+            temporary.rename(folder)
+            flush(run_dir)
+            for old, _ in list(checkpoints(run_dir))[keep:]:
+                shutil.rmtree(old.rename(old.with_suffix(".old")))
+    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        free = shutil.disk_usage(run_dir).free
+        fail(f"--save-dir {run_dir}: {folder.name} not saved, {free:,} bytes are free: {error}")
+    ms = 1000 * (time.perf_counter() - start)
+    return {"checkpoint/save_ms": ms, "checkpoint/stall_ms": ms}
+
+
+def load_checkpoint(run_dir, model, optimizer):
+    """Loads the newest intact checkpoint; returns its plain values, {"step": 0} if there is none.
+
+    Rank 0 chooses. Each file is verified, by one rank, before anything is unpickled. What is
+    damaged is named, renamed and passed over for the one before."""
+    for leftover in [*run_dir.glob("*.old"), *run_dir.glob("step-*.tmp")] if RANK == 0 else []:
+        shutil.rmtree(leftover)
+    for folder, state in gathered(list(checkpoints(run_dir)))[0]:
+        files = sorted(state["files"].items()) if state else []
+        bad = [f for f, known in files[RANK::WORLD_SIZE] if size_and_crc(folder / f) != known]
+        bad = sum(gathered(bad), []) if state else ["state.json"]
+        if not bad:
+            break
+        say(f"{folder} is damaged ({', '.join(bad)}): renamed .damaged, the one before is taken")
+        if RANK == 0:
+            shutil.rmtree(folder.with_suffix(".damaged"), ignore_errors=True)
+            folder.rename(folder.with_suffix(".damaged"))
+    else:
+        return {"step": 0}
+    tensors = tensors_of(model, optimizer)
+    try:
+        reader = dcp.FileSystemReader(folder)
+        dcp.load(tensors, storage_reader=reader)
+    except (dcp.api.CheckpointException, RuntimeError, ValueError) as error:
+        fail(f"{folder} does not fit this model: {error}")
+    moments = dcp_state.get_optimizer_state_dict(model, optimizer) | {"state": tensors["moments"]}
+    dcp_state.set_optimizer_state_dict(model, optimizer, moments)
+    dcp_state.set_model_state_dict(model, tensors["model"])
+    say(f"resumed from {folder}")
+    return state
+
+
+def save_final_model(run_dir, model, config, tokenizer):
+    """Writes `run_dir`/final_model, fp32 weights and tokenizer, which `from_pretrained` opens."""
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(model, options=options)
+    if RANK > 0:
+        return
+    folder, temporary = run_dir / "final_model", run_dir / "final_model.tmp"
+    with torch.device("meta"):
+        shell = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    once = {name for name, _ in [*shell.named_parameters(), *shell.named_buffers()]}
+    try:
+        shell.save_pretrained(temporary, state_dict={k: v for k, v in weights.items() if k in once})
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except (OSError, RuntimeError) as error:
+        fail(f"--save-dir {run_dir}: final_model was not written: {error}")

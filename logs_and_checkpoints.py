@@ -29,7 +29,6 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
 MEMORY = tuple(f"memory/{name}_gb" for name in MEMORY)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in rung 01
-# What a line on the console shows, and how.
 CONSOLE = {"loss": ".4f", "learning_rate": ".2e", "grad_norm": ".3f", "tokens_per_second": ",.0f"}
 CONSOLE |= {"mfu": ".1%", "eval/loss": ".4f", "eval/perplexity": ".2f"}
 # Dense bf16 peak in FLOP/s by a part of the device's name. Source: NVIDIA's data sheets.
@@ -72,8 +71,8 @@ def describe(model, seq_length, device):
     facts |= {"torch": torch.__version__, "transformers": transformers.__version__}
     facts |= {"device_name": name, "parameters": n, "attention": config._attn_implementation}
     facts["flops_per_token"] = 6 * (n - sum(table.numel() for table in tables)) + attention
-    facts["peak_flops"] = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-    return facts
+    peak = next((peak for key, peak in PEAK_FLOPS.items() if key in name), 0)
+    return facts | {"peak_flops": peak * WORLD_SIZE}
 
 
 def memory_gb(model, optimizer, device):
@@ -88,41 +87,42 @@ def memory_gb(model, optimizer, device):
         allocated = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         reserved = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
     else:
-        rss = psutil.Process().memory_info().rss
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak *= 1 if sys.platform == "darwin" else 1024
+        rss, unit = psutil.Process().memory_info().rss, 1 if sys.platform == "darwin" else 1024
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         allocated = reserved = rss, max(rss, peak)
     return torch.tensor([*allocated, *reserved, state], dtype=torch.float64) / 1e9
 
 
 class RunLog:
-    """A run's metrics: on the console and, if it has a folder, in metrics.jsonl, TensorBoard and
-    Comet, under the same names. Rank 0 writes, other ranks do nothing."""
+    """A run's metrics: console, metrics.jsonl, TensorBoard, Comet. Only rank 0 writes them."""
 
     def __init__(self, run_dir, start, total_steps, comet_key, flags, facts):
         """Continues after step `start`, in Comet's experiment `comet_key` if there is one."""
-        self.flags, self.facts, self.pending = flags, facts, {}
+        self.flags, self.facts, self.pending, self.archive_at = flags, facts, {}, 0
         self.comet, self.comet_key = None, comet_key or os.urandom(16).hex()
         self.cuda, self.laps = facts["device_name"] != "CPU", []
         self.run_dir = run_dir if RANK == 0 else None
         self.bar = tqdm(initial=start, total=total_steps, unit="step", disable=RANK > 0 or None)
+        if self.run_dir:
+            self.open_files(start)
+            self.open_comet()
         self.lap("outside")
-        if self.run_dir is None:
-            return
+
+    def open_files(self, start):
+        """Leaves the flags for @flags.txt to repeat, cuts metrics.jsonl after step `start`."""
         lines = []
-        for name, value in flags.items():
+        for name, value in self.flags.items():
             words = [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
             lines += [shlex.join(words) + "\n"] if value is not None and value is not False else []
-        (run_dir / "flags.txt").write_text("".join(lines))
-        path = run_dir / "metrics.jsonl"
+        (self.run_dir / "flags.txt").write_text("".join(lines))
+        path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         lines = [x for x in lines if x.endswith("}\n") and json.loads(x)["step"] <= start]
         path.with_suffix(".tmp").write_text("".join(lines))
         self.file = path.with_suffix(".tmp").replace(path).open("a")
         from torch.utils.tensorboard import SummaryWriter  # a second to import, so only here
 
-        self.board = SummaryWriter(run_dir / "tensorboard", purge_step=start + 1)
-        self.open_comet()
+        self.board = SummaryWriter(self.run_dir / "tensorboard", purge_step=start + 1)
 
     def open_comet(self):
         """Starts Comet's experiment or continues it. Whatever ails Comet, training goes on."""
@@ -131,7 +131,7 @@ class RunLog:
         if not self.offline and "COMET_API_KEY" not in os.environ:
             say("Comet is off: set COMET_API_KEY, or pass --comet-offline to do without an account")
             return
-        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
+        os.environ.setdefault("COMET_LOGGING_CONSOLE", "CRITICAL")  # errors are said below
         import comet_ml
 
         config = dict.fromkeys(COMET_OFF, False) | {"name": self.flags["experiment_name"]}
@@ -139,22 +139,22 @@ class RunLog:
         place = {"project_name": self.flags["comet_project_name"], "experiment_key": self.comet_key}
         place |= {"workspace": self.flags["comet_workspace"], "online": not self.offline}
         try:
-            place["experiment_config"] = comet_ml.ExperimentConfig(**config)
-            self.comet, self.opened = comet_ml.start(**place), time.monotonic()
+            self.comet = comet_ml.start(
+                experiment_config=comet_ml.ExperimentConfig(**config), **place
+            )
             self.comet.log_parameters(self.flags | self.facts)
         except Exception as error:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 
     def lap(self, phase):
-        """Books the time since the last lap; "outside" is no part of a step. Waits for nothing: on
-        a GPU a lap is an event in the stream."""
+        """Books the time since the last lap. On a GPU a lap is an event in the stream: no waiting."""
         now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
             now.record()
         self.laps.append((phase, now))
 
     def times(self):
-        """Mean milliseconds per step since the last call, as metrics. Waits for the device."""
+        """Mean ms per step since the last call, as metrics, without what was booked as "outside"."""
         if self.cuda:
             self.laps[-1][1].synchronize()
         ms = Counter()
@@ -178,8 +178,7 @@ class RunLog:
             rate = 1000 * tokens / metrics["time/total_ms"]
             metrics |= {"tokens_seen": step * tokens, "tokens_per_second": rate}
             if self.facts["peak_flops"]:
-                rate *= self.facts["flops_per_token"] / self.facts["peak_flops"]
-                metrics["mfu"] = rate / WORLD_SIZE
+                metrics["mfu"] = rate * self.facts["flops_per_token"] / self.facts["peak_flops"]
             self.bar.set_postfix_str(f"loss {metrics['loss']:.3f}")
         shown = [f"{k} {metrics[k]:{form}}" for k, form in CONSOLE.items() if k in metrics]
         say("  ".join([f"step {step:>5}/{self.bar.total}", *shown]))
@@ -197,9 +196,10 @@ class RunLog:
         """After a checkpoint: its times join the next line. A kill empties the archive that Comet
         has open offline, so it is closed here, at most every five minutes: it takes a second."""
         self.pending = times
-        if self.comet and self.offline and time.monotonic() > self.opened + 300:
+        if self.comet and self.offline and time.monotonic() > self.archive_at:
             self.comet.end()
             self.open_comet()
+            self.archive_at = time.monotonic() + 300
 
     def close(self):
         """Ends the run's record."""
@@ -210,9 +210,8 @@ class RunLog:
             self.comet.end()
 
 
-# A checkpoint is a folder, step-00000200. It is written as step-00000200.tmp, flushed to the disk
-# and renamed: what bears the name is complete. torch.distributed.checkpoint writes the tensors;
-# state.json holds plain values, size and CRC-32 of each file, and a CRC-32 of its own.
+# A checkpoint is a folder, written as step-00000200.tmp, flushed to the disk, renamed: so complete.
+# Tensors are DCP's; state.json holds plain values, size and CRC-32 of each file, its own CRC-32.
 
 
 def gathered(value):
@@ -267,8 +266,7 @@ def save_checkpoint(run_dir, step, model, optimizer, plain, keep):
     try:
         if min(gathered(shutil.disk_usage(run_dir).free)) < 1.01 * needed + 2**20:
             raise OSError(f"it takes {needed:,}")  # a full disk surfaces in DCP as a riddle
-        writer = dcp.FileSystemWriter(temporary)  # flushes each of its files
-        dcp.save(tensors, storage_writer=writer)
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary))  # flushes them
         mine = [*temporary.glob(f"__{RANK}_*"), *temporary.glob(".metadata" if RANK == 0 else "-")]
         parts = gathered([(file.name, size_and_crc(file)) for file in mine])
         if RANK == 0:
@@ -310,8 +308,7 @@ def load_checkpoint(run_dir, model, optimizer):
         return {"step": 0}
     tensors = tensors_of(model, optimizer)
     try:
-        reader = dcp.FileSystemReader(folder)
-        dcp.load(tensors, storage_reader=reader)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
     except (dcp.api.CheckpointException, RuntimeError, ValueError) as error:
         fail(f"{folder} does not fit this model: {error}")
     moments = dcp_state.get_optimizer_state_dict(model, optimizer) | {"state": tensors["moments"]}
@@ -321,20 +318,23 @@ def load_checkpoint(run_dir, model, optimizer):
     return state
 
 
-def save_final_model(run_dir, model, config, tokenizer):
+def save_final_model(run_dir, step, model, config, tokenizer):
     """Writes `run_dir`/final_model, fp32 weights and tokenizer, which `from_pretrained` opens."""
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(model, options=options)
-    if RANK > 0:
-        return
-    folder, temporary = run_dir / "final_model", run_dir / "final_model.tmp"
-    with torch.device("meta"):
-        shell = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    once = {name for name, _ in [*shell.named_parameters(), *shell.named_buffers()]}
+    folder, temporary, problem = run_dir / "final_model", run_dir / "final_model.tmp", None
     try:
-        shell.save_pretrained(temporary, state_dict={k: v for k, v in weights.items() if k in once})
-        tokenizer.save_pretrained(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        if RANK == 0:
+            with torch.device("meta"):
+                shell = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            once = {name for name, _ in [*shell.named_parameters(), *shell.named_buffers()]}
+            weights = {name: weight for name, weight in weights.items() if name in once}  # no ties
+            shell.save_pretrained(temporary, state_dict=weights)
+            tokenizer.save_pretrained(temporary)
+            (temporary / f"step-{step:08d}").touch()  # tells which step's model this is
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
     except (OSError, RuntimeError) as error:
-        fail(f"--save-dir {run_dir}: final_model was not written: {error}")
+        problem = f"--save-dir {run_dir}: final_model was not written: {error}"
+    if problem := gathered(problem)[0]:
+        fail(problem)

@@ -100,7 +100,7 @@ def main():
     # Resume, then open the log at the step where the run stands.
     state = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
     start = state["step"]
-    if start >= total_steps:
+    if start >= total_steps and (run_dir / "final_model" / f"step-{start:08d}").exists():
         return say(f"{run_dir} is finished at step {start}: raise --max-steps or --num-epochs")
     if state.get("total_steps", total_steps) != total_steps:
         say(f"learning rate: scheduled over {total_steps} steps, before {state['total_steps']}")
@@ -150,13 +150,13 @@ def main():
         log.step(step, metrics)
         log.lap("log")
         if run_dir and (step == total_steps or step % args.ckpt_freq == 0):
-            if step == total_steps:  # before the checkpoint: that of the last step means finished
-                save_final_model(run_dir, model, config, tokenizer)
             plain = {"flags": vars(args), "total_steps": total_steps, "comet_key": log.comet_key}
             plain["scaler"] = scaler.state_dict()
             times = save_checkpoint(run_dir, step, model, optimizer, plain, args.keep_checkpoints)
             log.saved(times)
             log.lap("outside")
+    if run_dir:
+        save_final_model(run_dir, max(start, total_steps), model, config, tokenizer)
     log.close()
     tokens, given = held_out[-1]["input_ids"][:256], min(64, args.seq_length // 2)
     tokens = sample(model, tokens, given, device)
@@ -195,13 +195,13 @@ def load_config(name, from_scratch):
 def load_data(name, subset, tokenizer, seq_length):
     """Returns the sequences to train on and to evaluate on: validation, test, or the last 5 %."""
     path, source = Path(name), {"path": name, "name": subset}
-    if path.is_file():
+    if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
         source = {"path": str(path.resolve().parent), "data_files": path.name}
     if path.suffix == ".txt" or any(path.glob("*.txt")):
         source["sample_by"] = "document"
-    # The processes of a node take turns: the first tokenises, the others find its cache.
-    with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
-        try:
+    try:
+        # The processes of a node take turns: the first tokenises, the others find its cache.
+        with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
             if name == "python-docs":
                 datasets.disable_progress_bars()
                 splits = {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
@@ -210,28 +210,28 @@ def load_data(name, subset, tokenizer, seq_length):
                 splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
             else:
                 splits = datasets.load_dataset(**source)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            fail(f"--dataset-name {name}: {error}")
-        if "train" not in splits:
-            fail(f"--dataset-name {name}: no split is called train, there are {list(splits)}")
-        train = pack(splits["train"], name, tokenizer, seq_length)
-        for split in ("validation", "test"):
-            if split in splits:
-                return train, pack(splits[split], name, tokenizer, seq_length)
+            if "train" not in splits:
+                raise ValueError(f"no split is called train, there are {list(splits)}")
+            train = pack(splits["train"], tokenizer, seq_length)
+            for split in ("validation", "test"):
+                if split in splits:
+                    return train, pack(splits[split], tokenizer, seq_length)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        fail(f"--dataset-name {name}: {error} {error.__cause__ or ''}")
     rest = len(train) - (len(train) + 19) // 20
     return train.select(range(rest)), train.select(range(rest, len(train)))
 
 
-def pack(data, name, tokenizer, seq_length):
+def pack(data, tokenizer, seq_length):
     """Turns documents into sequences. Rows with input_ids (and labels) are taken as they are."""
     if "input_ids" in data.column_names:
         length = len(data[0]["input_ids"])
         if length != seq_length:
-            fail(f"--seq-length {seq_length}: the input_ids of {name} have {length}")
+            raise ValueError(f"its input_ids have {length} tokens, --seq-length is {seq_length}")
     else:
         texts = [k for k, v in data.features.items() if getattr(v, "dtype", "").endswith("string")]
         if not texts:
-            fail(f"--dataset-name {name}: no column holds text, there are {data.column_names}")
+            raise ValueError(f"no column holds text, there are {data.column_names}")
         how = {"column": "text" if "text" in texts else texts[0], "length": seq_length}
         how |= {"tokenizer": tokenizer, "rest": []}
         options = {"batched": True, "remove_columns": data.column_names}
@@ -260,7 +260,7 @@ def load_model(config, weights, attention, seed):
         options |= {"config": config, "output_loading_info": True}
         model, info = transformers.AutoModelForCausalLM.from_pretrained(weights, **options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        fail(f"--model-name {weights}: {error}")
+        fail(f"--model-name {config.name_or_path}: {error}")
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()

@@ -147,14 +147,14 @@ class RunLog:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 
     def lap(self, phase):
-        """Books the time since the last lap. On a GPU a lap is an event in the stream: no waiting."""
+        """Books the time since the last lap. On a GPU a lap is an event in the stream."""
         now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
             now.record()
         self.laps.append((phase, now))
 
     def times(self):
-        """Mean ms per step since the last call, as metrics, without what was booked as "outside"."""
+        """Mean ms per step since the last call, as metrics. What was booked as "outside" is not."""
         if self.cuda:
             self.laps[-1][1].synchronize()
         ms = Counter()

@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -31,6 +32,7 @@ from logs_and_checkpoints import checkpoints, load_checkpoint, save_checkpoint, 
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()
 
@@ -77,12 +79,12 @@ def main():
     # Model: its parameters are fp32 whatever the dtype. In bf16 most small steps round to nothing.
     model = load_model(config, weights, args.attn, args.seed)
     facts = describe(model, args.seq_length, device)
-    say(", ".join(f"{key} {value}" for key, value in facts.items()))
-    if args.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    say(f"{facts['parameters']:,} parameters, {facts['attention']}, {args.dtype}, {device}")
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
     for block in blocks if args.compile else []:
-        block.compile()
+        block.forward = torch.compile(block.forward)
+    for block in blocks if args.activation_checkpointing else []:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # Mixed precision: matrix products of the forward run in `dtype`, and their gradients with them.
     model.forward = torch.autocast(device.type, dtype, args.dtype != "fp32")(model.forward)
     model.to(device)
@@ -158,11 +160,8 @@ def main():
     if run_dir:
         save_final_model(run_dir, max(start, total_steps), model, config, tokenizer)
     log.close()
-    tokens, given = held_out[-1]["input_ids"][:256], min(64, args.seq_length // 2)
-    tokens = sample(model, tokens, given, device)
-    say(
-        f"{tokenizer.decode(tokens[:given])} [the model goes on] {tokenizer.decode(tokens[given:])}"
-    )
+    tokens = sample(model, held_out[-1]["input_ids"][:256], 32, device)
+    say(f"{tokenizer.decode(tokens[:32])} [the model goes on] {tokenizer.decode(tokens[32:])}")
 
 
 def load_config(name, from_scratch):

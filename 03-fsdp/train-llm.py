@@ -13,6 +13,7 @@ import shlex
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -32,6 +33,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()
 
@@ -81,12 +83,12 @@ def main():
     with torch.device("meta"):
         model = load_model(config, None, args.attn, args.seed)
     facts = describe(model, args.seq_length, device)
-    say(", ".join(f"{key} {value}" for key, value in facts.items()))
-    if args.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    say(f"{facts['parameters']:,} parameters, {facts['attention']}, {args.dtype}, {device}")
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
     for block in blocks if args.compile else []:
-        block.compile()
+        block.forward = torch.compile(block.forward)
+    for block in blocks if args.activation_checkpointing else []:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # Mixed precision: matrices are gathered in `dtype`, gradients are averaged in fp32.
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp.CPUOffloadPolicy() if args.cpu_offload else fsdp.OffloadPolicy()
@@ -178,11 +180,8 @@ def main():
     if run_dir:
         save_final_model(run_dir, max(start, total_steps), model, config, tokenizer)
     log.close()
-    tokens, given = held_out[-1]["input_ids"][:256], min(64, args.seq_length // 2)
-    tokens = sample(model, tokens, given, device)
-    say(
-        f"{tokenizer.decode(tokens[:given])} [the model goes on] {tokenizer.decode(tokens[given:])}"
-    )
+    tokens = sample(model, held_out[-1]["input_ids"][:256], 32, device)
+    say(f"{tokenizer.decode(tokens[:32])} [the model goes on] {tokenizer.decode(tokens[32:])}")
 
 
 def load_config(name, from_scratch):

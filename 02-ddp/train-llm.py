@@ -63,7 +63,7 @@ def main():
     if not 2 <= args.seq_length <= longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes from 2 to {longest} tokens")
     train, held_out = load_data(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
-    # Nodes may tokenise for hours, and not equally long.
+    # A node may tokenise for hours longer than another.
     dist.barrier(dist.new_group(timeout=timedelta(hours=12), backend="gloo"))
     held_out = held_out.select(range(min(len(held_out), args.eval_sequences)))
     steps_per_epoch = len(train) // args.global_batch_size

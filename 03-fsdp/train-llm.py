@@ -32,6 +32,7 @@ from logs_and_checkpoints import checkpoints, load_checkpoint, save_checkpoint, 
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 
@@ -64,7 +65,7 @@ def main():
     if not 2 <= args.seq_length <= longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes from 2 to {longest} tokens")
     train, held_out = load_data(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
-    # Nodes may tokenise for hours, and not equally long.
+    # A node may tokenise for hours longer than another.
     dist.barrier(dist.new_group(timeout=timedelta(hours=12), backend="gloo"))
     held_out = held_out.select(range(min(len(held_out), args.eval_sequences)))
     steps_per_epoch = len(train) // args.global_batch_size
@@ -92,8 +93,9 @@ def main():
     # Mixed precision: matrices are gathered in `dtype`, gradients are averaged in fp32.
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp.CPUOffloadPolicy() if args.cpu_offload else fsdp.OffloadPolicy()
+    mesh = init_device_mesh(device.type, (WORLD_SIZE,))
     for module in [*blocks, model]:
-        fsdp.fully_shard(module, mp_policy=policy, offload_policy=offload)
+        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     model.to_empty(device="cpu" if args.cpu_offload else device)
     # The true weights, dealt out shard by shard: what a reset_parameters() of one's own makes up is
     # neither the initialisation of this architecture nor what was pretrained.

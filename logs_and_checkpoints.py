@@ -171,8 +171,8 @@ class RunLog:
         self.bar.update()
         if RANK > 0 or not metrics:
             return
-        metrics = {"step": step} | metrics | self.pending
-        self.pending = {}
+        metrics, self.pending = {"step": step} | metrics | self.pending, {}
+        self.archive_at = float("inf") if step == self.bar.total else self.archive_at
         if "loss" in metrics:
             tokens = self.flags["global_batch_size"] * self.flags["seq_length"]
             rate = 1000 * tokens / metrics["time/total_ms"]

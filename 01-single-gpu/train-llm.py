@@ -35,8 +35,7 @@ MAY_BE_ZERO = {"seed", "warmup_steps", "weight_decay", "eval_freq"}
 SCHEDULERS = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
 
 
-def main():
-    args, run_dir = parse_args()
+def main(args, run_dir):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
 
@@ -356,4 +355,4 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    main()
+    main(*parse_args())

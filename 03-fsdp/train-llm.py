@@ -44,8 +44,7 @@ SCHEDULERS = "linear cosine cosine_with_restarts polynomial constant constant_wi
 
 
 @record
-def main():
-    args, run_dir = parse_args()
+def main(args, run_dir):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
 
@@ -418,7 +417,7 @@ def parse_args():
 
 
 if __name__ == "__main__":
-    main()
+    main(*parse_args())
     # A gloo run that ends at once aborts at times (pytorch#179291). After an error this would hang.
     gc.collect()
     dist.barrier()

@@ -1,0 +1,171 @@
+"""Runs the scripts as users do, in processes of their own, and reads what they leave behind."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp")
+# Generous: these machines are shared, and slow at times. No test depends on speed.
+TIMEOUT = 600
+# Enough to train, little enough for many runs: 8 sequences of 64 bytes a step.
+SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", "8")
+
+
+@dataclass
+class Result:
+    returncode: int
+    out: str
+    err: str
+
+    @property
+    def errors(self):
+        """The lines in which a script reports an error of its user's."""
+        return [line for line in self.err.splitlines() if line.startswith("train-llm.py: error: ")]
+
+
+def script(rung):
+    return ROOT / rung / "train-llm.py"
+
+
+def environment(**more):
+    """The environment of a run: one thread, no network, no account, a cache of the test's own."""
+    dropped = ("COMET", "HF_", "TORCHELASTIC", "MASTER_")
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in names}
+    clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return clean | {"HF_HOME": os.environ["LADDER_HF_HOME"]} | more
+
+
+def start(path, processes, *flags, cwd=None, **more):
+    """Starts a script; with `processes` None by python alone, else by torchrun."""
+    launcher = [sys.executable]
+    if processes is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone"]
+        launcher += ["--nproc-per-node", str(processes)]
+    return subprocess.Popen(
+        [*launcher, str(path), *map(str, flags)],
+        env=environment(**more),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process):
+    """Kills a process and all that it started, torchrun's workers in their own sessions too."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    for member in family:
+        if member.is_running():
+            member.kill()
+    process.kill()
+    process.communicate()
+    psutil.wait_procs(family, timeout=60)
+
+
+def finish(process, timeout=TIMEOUT):
+    """Waits for a process, and ends it and its children if it takes longer than `timeout`."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        end(process)
+        raise
+    return Result(process.returncode, out, err)
+
+
+def run(rung, processes, *flags, path=None, check=True, cwd=None, **more):
+    """Runs a rung to its end; with `check` it must end well."""
+    if rung == "01-single-gpu" and processes == 1:
+        processes = None
+    result = finish(start(path or script(rung), processes, *flags, cwd=cwd, **more))
+    if check:
+        assert result.returncode == 0, f"{rung} on {processes}\n{result.out}\n{result.err}"
+    return result
+
+
+def metrics(folder):
+    """The lines of a run's metrics.jsonl, by step."""
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), f"a step is missing or logged twice: {steps}"
+    return {line["step"]: line for line in lines}
+
+
+def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4):
+    """Law 1: loss and gradient norm agree at every step."""
+    for step in steps:
+        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=rel_loss, abs=0), step
+        assert other[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=rel_norm), step
+
+
+def same_bits(one, other, steps):
+    return all(one[s]["loss"] == other[s]["loss"] for s in steps)
+
+
+def mutant(folder, rung, *edits):
+    """A copy of a rung, and of the module that it shares, with pieces of its text replaced."""
+    text = script(rung).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{rung} has {text.count(old)} times: {old}"
+        text = text.replace(old, new)
+    path = Path(folder) / rung / "train-llm.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    shutil.copy(ROOT / "logs_and_checkpoints.py", folder)
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hf_home(tmp_path_factory):
+    os.environ["LADDER_HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))
+
+
+@pytest.fixture(scope="session")
+def curve(tmp_path_factory):
+    """Runs a rung with a name, once per set of flags, and returns its metrics by step."""
+    done = {}
+
+    def curve_of(rung, processes, *flags):
+        key = (rung, processes, *flags)
+        if key not in done:
+            folder = tmp_path_factory.mktemp("curve")
+            run(rung, processes, "-e", "a", "--save-dir", folder, "--log-freq", 1, *flags)
+            done[key] = metrics(folder / "a")
+        return done[key]
+
+    return curve_of
+
+
+@pytest.fixture(scope="session")
+def documents():
+    """600 short documents of a small vocabulary."""
+    draw = random.Random(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to", "red", "tree", "sky"]
+    return [" ".join(draw.choices(words, k=draw.randint(5, 60))) for _ in range(600)]
+
+
+@pytest.fixture(scope="session")
+def masked_data(tmp_path_factory):
+    """Sequences with from 1 to 62 targets each: the others are masked by -100."""
+    draw = random.Random(1)
+    path = tmp_path_factory.mktemp("masked") / "masked.jsonl"
+    with path.open("w") as file:
+        for _ in range(200):
+            ids = [draw.randrange(1, 250) for _ in range(64)]
+            prompt = draw.randint(2, 63)
+            row = {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
+            file.write(json.dumps(row) + "\n")
+    return path

@@ -1,0 +1,32 @@
+"""Put first on a run's path, this strikes at a chosen file operation. It changes no function.
+
+STRIKE is "ACTION EVENT PART N": at the N-th audit event EVENT of the process that has PART in its
+first arguments, it kills the process (ACTION kill) or fills the disk under FILL (ACTION fill). An
+audit event is raised before the operation itself: https://docs.python.org/3/library/audit_events.html
+STRIKE_RANK is the rank that it strikes.
+"""
+
+import os
+import signal
+import sys
+
+if "STRIKE" in os.environ and os.environ.get("RANK", "0") == os.environ.get("STRIKE_RANK", "0"):
+    action, event_name, part, left = os.environ["STRIKE"].split()
+    left = int(left)
+
+    def strike(event, args):
+        global left
+        if event != event_name or part not in " ".join(map(str, args)):
+            return
+        left -= 1
+        if left == 0 and action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if left == 0:
+            filler = os.open(os.path.join(os.environ["FILL"], "filler"), os.O_CREAT | os.O_WRONLY)
+            try:
+                while True:
+                    os.write(filler, bytes(1 << 16))
+            except OSError:
+                os.close(filler)
+
+    sys.addaudithook(strike)

@@ -1,0 +1,163 @@
+"""Bad input ends in one clear line that names the flag or the path, and a non-zero exit code."""
+
+import json
+
+import pytest
+from conftest import ROOT, finish, run, start
+from transformers import GPT2Config, LlamaConfig, T5Config
+
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+PYTHON = ("01-single-gpu", 1)
+
+# Flags, and the line that is expected after "train-llm.py: error: ".
+FLAGS = [
+    ("--lr 0", "--lr 0.0: must be above 0"),
+    ("--lr -1", "--lr -1.0: must be above 0"),
+    ("--lr nan", "--lr nan: must be above 0"),
+    ("--lr fast", "argument --lr: invalid float value: 'fast'"),
+    ("--batch-size 0", "--batch-size 0: must be above 0"),
+    ("-b 1.5", "argument -b/--batch-size: invalid int value: '1.5'"),
+    ("--global-batch-size 0", "--global-batch-size 0: must be above 0"),
+    ("--seq-length -5", "--seq-length -5: must be above 0"),
+    ("--seq-length 1", "--seq-length 1: tiny takes from 2 to 256 tokens"),
+    ("--seq-length 257", "--seq-length 257: tiny takes from 2 to 256 tokens"),
+    ("--num-epochs 0", "--num-epochs 0: must be above 0"),
+    ("--max-steps 0", "--max-steps 0: must be above 0"),
+    ("--seed -1", "--seed -1: must not be negative"),
+    ("--log-freq 0", "--log-freq 0: must be above 0"),
+    ("--ckpt-freq 0", "--ckpt-freq 0: must be above 0"),
+    ("--keep-checkpoints 0", "--keep-checkpoints 0: must be above 0"),
+    ("--eval-freq -1", "--eval-freq -1: must not be negative"),
+    ("--eval-sequences 0", "--eval-sequences 0: must be above 0"),
+    ("--warmup-steps -1", "--warmup-steps -1: must not be negative"),
+    ("--weight-decay -0.1", "--weight-decay -0.1: must not be negative"),
+    ("--max-grad-norm 0", "--max-grad-norm 0.0: must be above 0"),
+    ("--device tpu", "argument --device: invalid choice: 'tpu'"),
+    ("--dtype fp64", "argument --dtype: invalid choice: 'fp64'"),
+    ("--attn slow", "argument --attn: invalid choice: 'slow'"),
+    ("--lr-scheduler magic", "argument --lr-scheduler: invalid choice: 'magic'"),
+    ("--no-such-flag 3", "unrecognized arguments: --no-such-flag 3"),
+    ("@nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
+    ("@flags.txt", "unrecognized arguments: --bogus 3"),
+    ("--global-batch-size 5000", "--global-batch-size 5000: python-docs has only "),
+    ("-d missing.txt", "--dataset-name missing.txt: Unable to find "),
+    ("-d ./missing/", "--dataset-name ./missing/: Couldn't find any data file at "),
+    ("-d nobody/nothing", "--dataset-name nobody/nothing: "),
+    ("-d empty.txt", "--global-batch-size 32: empty.txt has only 0 sequences of 256 tokens"),
+    ("-d empty", "--dataset-name empty: The directory at "),
+    ("-d short.txt", "--global-batch-size 32: short.txt has only 0 sequences of 256 tokens"),
+    (
+        "-d numbers.jsonl",
+        "--dataset-name numbers.jsonl: no column holds text, there are ['a', 'b']",
+    ),
+    ("-d broken.jsonl", "--dataset-name broken.jsonl: "),
+    ("-d ids.jsonl", "--dataset-name ids.jsonl: its input_ids have 20 tokens, --seq-length is 256"),
+    ("-d only-a-test", "--dataset-name only-a-test: no split is called train, there are ['test']"),
+    ("-m nobody/nothing", "--model-name nobody/nothing: "),
+    ("-m ./missing", "--model-name ./missing: "),
+    ("-m broken-config", "--model-name broken-config: It looks like the config file at "),
+    ("-m encoder-decoder", "--model-name encoder-decoder: Unrecognized configuration class "),
+    ("-m small-vocabulary", "--model-name small-vocabulary: 257 tokens, a vocabulary of 100"),
+    ("-m gpt2-of-64 -s 128", "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens"),
+    ("-m other-weights", "--model-name other-weights: "),
+    ("-e a --save-dir a-file", "--save-dir a-file: [Errno 20] Not a directory: 'a-file/a'"),
+    ("-e a --save-dir /proc/nowhere", "--save-dir /proc/nowhere: [Errno 2] No such file or "),
+]
+# What depends on the machine: without a GPU these ask for what is not there.
+WITHOUT_A_GPU = [
+    ("--device cuda", "--device cuda: PyTorch finds no GPU here"),
+    ("--dtype fp16", "--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32"),
+    ("--attn flash_attention_2", "--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip "),
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """A folder of inputs, each bad in its own way."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for name in ("empty", "broken-config", "only-a-test"):
+        (folder / name).mkdir()
+    (folder / "a-file").write_text("x")
+    (folder / "flags.txt").write_text("--lr 1e-3\n--bogus 3\n")
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("hello world " * 30)
+    (folder / "broken.jsonl").write_text('{"text": "abc"}\n{not json\n')
+    (folder / "broken-config" / "config.json").write_text("{")
+    (folder / "only-a-test" / "test.jsonl").write_text('{"text": "abc"}\n')
+    numbers = [json.dumps({"a": i, "b": [1, 2]}) for i in range(100)]
+    (folder / "numbers.jsonl").write_text("\n".join(numbers))
+    ids = [json.dumps({"input_ids": [1] * 20}) for _ in range(100)]
+    (folder / "ids.jsonl").write_text("\n".join(ids))
+    small = LlamaConfig(vocab_size=100, num_attention_heads=2, **TINY)
+    small.save_pretrained(folder / "small-vocabulary")
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=2, n_positions=64, **ends)
+    gpt2.save_pretrained(folder / "gpt2-of-64")
+    T5Config(d_model=32).save_pretrained(folder / "encoder-decoder")
+    # Weights of another architecture: they would leave this one's at random.
+    import torch
+    from safetensors.torch import save_file
+
+    llama = LlamaConfig(vocab_size=384, num_attention_heads=2, **TINY, **ends)
+    llama.save_pretrained(folder / "other-weights")
+    weights = folder / "other-weights" / "model.safetensors"
+    save_file({"something.else": torch.zeros(2)}, weights, metadata={"format": "pt"})
+    return folder
+
+
+def refused(rung, processes, flags, said, folder):
+    result = run(rung, processes, *flags.split(), cwd=folder, check=False)
+    assert result.returncode != 0
+    assert len(result.errors) == 1, result.err
+    assert result.errors[0].startswith(f"train-llm.py: error: {said}"), result.errors[0]
+    return result
+
+
+@pytest.mark.parametrize(("flags", "said"), FLAGS)
+def test_one_line_and_no_traceback(flags, said, inputs):
+    result = refused(*PYTHON, flags, said, inputs)
+    assert result.returncode == 2
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(("flags", "said"), WITHOUT_A_GPU)
+def test_what_needs_a_gpu(flags, said, inputs):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    refused(*PYTHON, flags, said, inputs)
+
+
+@pytest.mark.parametrize(
+    ("rung", "flags", "said"),
+    [
+        ("02-ddp", "--lr 0", "--lr 0.0: must be above 0"),
+        ("03-fsdp", "-d numbers.jsonl", "--dataset-name numbers.jsonl: no column holds text"),
+        ("03-fsdp", "-m ./missing", "--model-name ./missing: "),
+        ("03-fsdp", "--cpu-offload --device cpu", "--cpu-offload: without a GPU everything is "),
+    ],
+)
+def test_one_line_of_all_ranks(rung, flags, said, inputs):
+    """Each rank finds the error, one of them says it. The only traceback is torchrun's own."""
+    result = refused(rung, 3, flags, said, inputs)
+    assert f'{rung}/train-llm.py", line' not in result.err
+
+
+@pytest.mark.parametrize("rung", ["02-ddp", "03-fsdp"])
+def test_rungs_that_need_torchrun_say_so(rung):
+    result = finish(start(ROOT / rung / "train-llm.py", None))
+    assert result.returncode == 2
+    assert result.errors == [
+        "train-llm.py: error: this rung needs torchrun: "
+        "torchrun --standalone --nproc-per-node 2 train-llm.py"
+    ]
+
+
+def test_rung_01_refuses_several_processes():
+    result = finish(start(ROOT / "01-single-gpu" / "train-llm.py", 2))
+    assert result.returncode != 0
+    assert result.errors == [
+        "train-llm.py: error: this rung is one process: "
+        "start 02-ddp, or torchrun with --nproc-per-node 1"
+    ]

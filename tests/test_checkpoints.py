@@ -1,0 +1,365 @@
+"""Laws 3 and 4: any checkpoint, any rung, any number of processes; stop it anywhere."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import (
+    SMALL,
+    assert_same_curve,
+    end,
+    finish,
+    metrics,
+    run,
+    same_bits,
+    script,
+    start,
+)
+
+# A schedule that does not depend on the total, so that --max-steps says where a run stops.
+STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant_with_warmup")
+STEADY += ("--warmup-steps", "5", "--seed", "1")
+# A schedule over 12 steps, with a checkpoint after every third.
+SAVING = (*SMALL, "--log-freq", "1", "--max-steps", "12", "--ckpt-freq", "3", "--seed", "2")
+CONFIGURATIONS = [
+    ("01-single-gpu", 1),
+    ("02-ddp", 2),
+    ("03-fsdp", 1),
+    ("03-fsdp", 2),
+    ("03-fsdp", 4),
+]
+FAULTS = Path(__file__).parent / "faults"
+DIED = -9
+FILES = ["__0_0.distcp", ".metadata", "state.json"]
+
+
+def named(folder):
+    return ("-e", "a", "--save-dir", folder)
+
+
+@pytest.fixture(scope="session")
+def saved_at_ten(tmp_path_factory):
+    """For each configuration the folder of a run that was stopped at step 10."""
+    folders = {}
+
+    def folder_of(configuration):
+        if configuration not in folders:
+            folder = tmp_path_factory.mktemp("ten")
+            run(*configuration, *STEADY, *named(folder), "--max-steps", 10)
+            folders[configuration] = folder
+        return folders[configuration]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def thirty(curve):
+    """The uninterrupted run."""
+    return lambda configuration: curve(*configuration, *STEADY, "--max-steps", "30")
+
+
+def resume_twice(first, second, saved_at_ten, thirty, tmp_path):
+    """To step 10 in the first, to 20 in the second, to 30 in the first again."""
+    shutil.copytree(saved_at_ten(first), tmp_path, dirs_exist_ok=True)
+    assert "resumed from" in run(*second, *STEADY, *named(tmp_path), "--max-steps", 20).out
+    assert "resumed from" in run(*first, *STEADY, *named(tmp_path), "--max-steps", 30).out
+    resumed = metrics(tmp_path / "a")
+    assert list(resumed) == list(range(1, 31))
+    assert_same_curve(thirty(("01-single-gpu", 1)), resumed, range(1, 31))
+    if first == second:
+        assert same_bits(thirty(first), resumed, range(1, 31))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (CONFIGURATIONS[0], CONFIGURATIONS[0]),
+        (CONFIGURATIONS[0], CONFIGURATIONS[4]),
+        (CONFIGURATIONS[3], CONFIGURATIONS[1]),
+    ],
+)
+def test_two_resumes(first, second, saved_at_ten, thirty, tmp_path):
+    resume_twice(first, second, saved_at_ten, thirty, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", CONFIGURATIONS)
+@pytest.mark.parametrize("first", CONFIGURATIONS)
+def test_every_pair_of_rungs_and_processes(first, second, saved_at_ten, thirty, tmp_path):
+    resume_twice(first, second, saved_at_ten, thirty, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(curve):
+    return lambda rung, processes: curve(rung, processes, *SAVING)
+
+
+# Instants inside the second save of a run, at step 6, and the step that the next start resumes.
+INSTANTS = {
+    "before the files are written": ("open step-00000006.tmp/__0_0.distcp", 3),
+    "between the files": ("open step-00000006.tmp/.metadata", 3),
+    "before the plain values": ("open step-00000006.tmp/state.json", 3),
+    "before the rename": ("os.rename step-00000006.tmp", 3),
+    "after the rename": ("os.rename step-00000003.old", 6),
+    "in the removal of an old one": ("shutil.rmtree step-00000003.old", 6),
+    "during the export": ("os.rename final_model.tmp", 12),
+}
+
+
+@pytest.mark.parametrize("instant", INSTANTS)
+def test_a_kill_inside_a_save(instant, uninterrupted, tmp_path):
+    """It costs the work since the last finished checkpoint, never a checkpoint."""
+    strike, resumed_step = INSTANTS[instant]
+    event, part = strike.split()
+    flags = (*SAVING, *named(tmp_path), "--keep-checkpoints", "1")
+    faults = {"PYTHONPATH": str(FAULTS), "STRIKE": f"kill {event} {part} 1"}
+    struck = run("01-single-gpu", 1, *flags, check=False, **faults)
+    assert struck.returncode == DIED, struck.err
+    again = run("01-single-gpu", 1, *flags)
+    assert f"resumed from {tmp_path}/a/step-{resumed_step:08d}" in again.out
+    assert same_bits(uninterrupted("01-single-gpu", 1), metrics(tmp_path / "a"), range(1, 13))
+    left = {path.name for path in (tmp_path / "a").glob("step-*")}
+    assert left == {"step-00000012"}
+    assert (tmp_path / "a" / "final_model" / "step-00000012").exists()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_of_one_rank_inside_a_save(victim, uninterrupted, tmp_path):
+    flags = (*SAVING, *named(tmp_path))
+    faults = {"PYTHONPATH": str(FAULTS), "STRIKE_RANK": str(victim)}
+    faults["STRIKE"] = f"kill open step-00000006.tmp/__{victim}_0.distcp 1"
+    struck = run("03-fsdp", 2, *flags, check=False, **faults)
+    assert struck.returncode != 0
+    again = run("03-fsdp", 2, *flags)
+    assert f"resumed from {tmp_path}/a/step-00000003" in again.out
+    assert same_bits(uninterrupted("03-fsdp", 2), metrics(tmp_path / "a"), range(1, 13))
+
+
+def kill_at_random_until_done(rung, processes, folder, kills, seed):
+    """Kills a run `kills` times, each after a time that is drawn, and then lets it end."""
+    draw = random.Random(seed)
+    flags = (*SAVING, *named(folder))
+    for _ in range(kills):
+        process = start(script(rung), None if processes == 1 else processes, *flags)
+        log = Path(folder) / "a" / "metrics.jsonl"
+        before = log.stat().st_mtime if log.exists() else 0
+        deadline = time.monotonic() + 300
+        # The clock starts when this start of the run has logged its first step.
+        while time.monotonic() < deadline and process.poll() is None:
+            if log.exists() and log.stat().st_size and log.stat().st_mtime > before:
+                break
+            time.sleep(0.02)
+        time.sleep(draw.uniform(0, 1.5))
+        end(process)
+    return run(rung, processes, *flags)
+
+
+@pytest.mark.parametrize(
+    ("rung", "processes", "kills"),
+    [
+        ("01-single-gpu", 1, 2),
+        pytest.param("02-ddp", 2, 4, marks=pytest.mark.slow),
+        pytest.param("03-fsdp", 2, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_kills_at_random_instants(rung, processes, kills, uninterrupted, tmp_path):
+    for seed in range(2):
+        folder = tmp_path / str(seed)
+        kill_at_random_until_done(rung, processes, folder, kills, seed)
+        resumed = metrics(folder / "a")
+        assert list(resumed) == list(range(1, 13))
+        assert same_bits(uninterrupted(rung, processes), resumed, range(1, 13))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A finished run with all of its checkpoints, to be copied."""
+    folder = tmp_path_factory.mktemp("finished")
+    run("01-single-gpu", 1, *SAVING, *named(folder), "--keep-checkpoints", "9")
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def truncate(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def flip(path):
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+DAMAGES = [(how, file) for how in (truncate, flip, Path.unlink) for file in FILES]
+
+
+@pytest.mark.parametrize(("damage", "file"), [*DAMAGES, (empty, FILES[0])])
+def test_a_damaged_checkpoint_is_named_and_skipped(damage, file, copy, uninterrupted):
+    damage(copy / "a" / "step-00000012" / file)
+    out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
+    assert f"{copy}/a/step-00000012 is damaged ({file})" in out
+    assert f"resumed from {copy}/a/step-00000009" in out
+    assert (copy / "a" / "step-00000012.damaged").is_dir()
+    assert (copy / "a" / "step-00000012").is_dir()
+    assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
+
+
+def test_damage_that_another_rank_finds(copy):
+    """Two damaged ones in a row; each file is verified by one of 3 ranks, all go on together."""
+    flip(copy / "a" / "step-00000012" / "__0_0.distcp")
+    truncate(copy / "a" / "step-00000009" / ".metadata")
+    out = run("03-fsdp", 3, *SAVING, *named(copy)).out
+    assert "step-00000012 is damaged (__0_0.distcp)" in out
+    assert "step-00000009 is damaged (.metadata)" in out
+    assert f"resumed from {copy}/a/step-00000006" in out
+
+
+def test_nothing_intact_starts_anew_and_keeps_the_damaged(copy, uninterrupted):
+    for step in (3, 6, 9, 12):
+        flip(copy / "a" / f"step-{step:08d}" / "__0_0.distcp")
+    out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
+    assert "resumed" not in out
+    assert len(list((copy / "a").glob("*.damaged"))) == 4
+    assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
+
+
+def test_a_finished_run_says_so(copy):
+    before = (copy / "a" / "metrics.jsonl").read_text()
+    out = run("01-single-gpu", 1, *named(copy)).out
+    assert f"{copy}/a is finished at step 12" in out
+    assert (copy / "a" / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_without_its_export_exports(copy):
+    shutil.rmtree(copy / "a" / "final_model")
+    out = run("01-single-gpu", 1, *named(copy)).out
+    assert "is finished" not in out
+    assert (copy / "a" / "final_model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "total"),
+    [(("--max-steps", "14"), 14), (("--max-steps", "99999", "--num-epochs", "1"), 864)],
+)
+def test_the_total_may_be_raised(copy, flags, total):
+    """The schedule is recomputed, and the run says so. The rest of its flags stay."""
+    process = start(script("01-single-gpu"), None, *named(copy), *flags, "--ckpt-freq", 2)
+    if total > 20:
+        log = copy / "a" / "step-00000014"
+        while not log.exists() and process.poll() is None:
+            time.sleep(0.05)
+        end(process)
+    else:
+        result = finish(process)
+        assert f"scheduled over {total} steps, before 12" in result.out
+    lines = metrics(copy / "a")
+    assert 14 in lines
+    assert lines[13]["learning_rate"] > lines[12]["learning_rate"]
+
+
+def test_flags_on_the_command_line_win_over_the_stored(copy):
+    flags = (
+        "--max-steps",
+        "14",
+        "--lr",
+        "5e-4",
+        "--lr-scheduler",
+        "constant",
+        "--weight-decay",
+        "0",
+    )
+    run("01-single-gpu", 1, *named(copy), *flags)
+    assert metrics(copy / "a")[14]["learning_rate"] == 5e-4
+    state = json.loads((copy / "a" / "step-00000014" / "state.json").read_text())
+    assert state["flags"]["global_batch_size"] == 8
+    assert state["flags"]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--seed", "3"), "--seed 3: the run in {} has 2"),
+        (("-m", "gpt2"), "--model-name gpt2: the run in {} has tiny"),
+        (("-d", "dummy"), "--dataset-name dummy: the run in {} has python-docs"),
+        (("-s", "32"), "--seq-length 32: the run in {} has 64"),
+        (("--global-batch-size", "16"), "--global-batch-size 16: the run in {} has 8"),
+    ],
+)
+def test_a_contradicting_resume_is_refused(copy, flags, said):
+    result = run("01-single-gpu", 1, *named(copy), *flags, check=False)
+    assert result.returncode == 2
+    assert result.errors == ["train-llm.py: error: " + said.format(copy / "a")]
+
+
+def test_flags_txt_repeats_the_run(copy, tmp_path, uninterrupted):
+    again = ("-e", "b", "--save-dir", tmp_path)
+    run("01-single-gpu", 1, f"@{copy}/a/flags.txt", *again)
+    assert same_bits(uninterrupted("01-single-gpu", 1), metrics(tmp_path / "b"), range(1, 13))
+
+
+def test_old_checkpoints_are_pruned(tmp_path):
+    run("01-single-gpu", 1, *SAVING, *named(tmp_path), "--keep-checkpoints", "2")
+    kept = sorted(path.name for path in (tmp_path / "a").glob("step-*"))
+    assert kept == ["step-00000009", "step-00000012"]
+
+
+def mount_small_disk(folder, megabytes):
+    """A tmpfs, for which one has to be root."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("a small disk needs root and mount")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    mount_small_disk(folder, 20)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("when", ["before the save", "during the save"])
+def test_a_full_disk(when, small_disk, uninterrupted):
+    """20 MB hold two checkpoints of 8 MB, not three. The error is a line, what was saved stays."""
+    flags = (*SAVING, *named(small_disk))
+    faults = {}
+    if when == "during the save":
+        faults = {"PYTHONPATH": str(FAULTS), "FILL": str(small_disk)}
+        faults["STRIKE"] = "fill open step-00000006.tmp/__0_0.distcp 1"
+    result = run("01-single-gpu", 1, *flags, "--keep-checkpoints", "5", check=False, **faults)
+    step = 6 if faults else 9
+    assert result.returncode == 2
+    assert len(result.errors) == 1
+    assert "Traceback" not in result.err
+    assert f"--save-dir {small_disk}/a: step-{step:08d} not saved" in result.errors[0]
+    assert "bytes are free" in result.errors[0]
+    (small_disk / "filler").unlink(missing_ok=True)
+    again = run("01-single-gpu", 1, *flags, "--keep-checkpoints", "1", check=False)
+    assert f"resumed from {small_disk}/a/step-{step - 3:08d}" in again.out
+
+
+def test_a_full_disk_under_several_ranks(small_disk):
+    flags = (*SAVING, *named(small_disk), "--keep-checkpoints", "5")
+    result = run("03-fsdp", 2, *flags, check=False)
+    assert result.returncode != 0
+    assert len(result.errors) == 1
+    assert (small_disk / "a" / "step-00000006").exists()
+    assert not list((small_disk / "a").glob("*.tmp"))

@@ -1,0 +1,108 @@
+"""A newcomer's first minute: no argument, no GPU, no account, no download."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, RUNGS, SMALL, environment, finish, run, script, start
+
+OURS = ("step ", "python-docs: ", "32 sequences per step = ", "664,448 parameters")
+
+
+def test_rung_01_without_an_argument(tmp_path):
+    """From ln 384 to below 2.3 nats per byte, a log line every few steps, a sample of text."""
+    process = subprocess.Popen(
+        [sys.executable, script("01-single-gpu")],
+        cwd=tmp_path,
+        env=environment() | {"OMP_NUM_THREADS": "2"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    result = finish(process)
+    assert result.returncode == 0, result.err
+    lines = [line for line in result.out.splitlines() if line.startswith("step ")]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in lines]
+    assert losses[0] == pytest.approx(5.95, abs=0.1)
+    assert losses[-1] < 2.3
+    assert all(later < earlier for earlier, later in zip(losses[::4], losses[4::4], strict=False))
+    assert len(losses) >= 15
+    assert "eval/loss" in lines[-1]
+    assert "eval/perplexity" in lines[-1]
+    text = result.out.split("[the model goes on]")[1]
+    assert len(text.split()) > 5
+    foreign = [line for line in result.err.splitlines() if line.strip()]
+    assert len(foreign) <= 5, foreign
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("rung", "processes"),
+    [("02-ddp", 1), ("03-fsdp", 1), ("02-ddp", 4), ("03-fsdp", 2), ("03-fsdp", 3)],
+)
+def test_rungs_run_on_any_number_of_processes(rung, processes, tmp_path):
+    """From any working directory, and with few lines that are not ours."""
+    result = run(rung, processes, *SMALL, "--max-steps", "2", cwd=tmp_path)
+    assert f"8 sequences per step = {processes} rank(s) × " in result.out
+    foreign = [line for line in result.err.splitlines() if line.strip()]
+    assert len(foreign) <= 5, foreign
+
+
+def test_rung_01_under_torchrun():
+    result = finish(start(script("01-single-gpu"), 1, *SMALL, "--max-steps", "2"))
+    assert result.returncode == 0, result.err
+    assert "step     2/2" in result.out
+
+
+def test_the_bar_shows_the_loss(tmp_path):
+    """On a terminal there is a progress bar. `script` gives the run one."""
+    if subprocess.run(["which", "script"], capture_output=True).returncode != 0:
+        pytest.skip("there is no program `script` to make a terminal")
+    command = f"{sys.executable} {script('01-single-gpu')} {' '.join(SMALL)} --max-steps 3"
+    out = subprocess.run(
+        ["script", "-qec", f"stty cols 120; {command}", os.devnull],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        stdin=subprocess.DEVNULL,
+    ).stdout
+    assert re.search(r"\| 3/3 \[.*loss 5\.\d", out)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_help_has_a_line_for_each_flag(rung):
+    result = finish(start(script(rung), 1 if rung != "01-single-gpu" else None, "--help"))
+    assert result.returncode == 0
+    for flag in ("--experiment-name", "--global-batch-size", "--comet-offline", "--lr-scheduler"):
+        assert flag in result.out
+    assert ("--cpu-offload" in result.out) == (rung == "03-fsdp")
+
+
+def test_a_command_of_the_older_course_is_accepted(tmp_path):
+    """The flags of an older three-script version of this course keep their spelling."""
+    flags = ("-e", "old", "-d", "dummy", "-m", "tiny", "--save-dir", tmp_path, "--seed", "0")
+    flags += ("--num-epochs", "1", "--lr", "3e-5", "-b", "4", "--log-freq", "1", "-s", "64")
+    flags += ("--ckpt-freq", "500", "--device", "cpu", "--dtype", "fp32", "--dataset-subset", "x")
+    flags += ("--comet-project-name", "p", "--comet-workspace", "w", "--max-steps", "1")
+    run("01-single-gpu", 1, *flags)
+
+
+def test_two_clones_do_not_mix(tmp_path):
+    """The script of a second clone imports the module of its own, whatever PYTHONPATH says."""
+    for name in ("one", "two"):
+        folder = tmp_path / name / "01-single-gpu"
+        folder.mkdir(parents=True)
+        (folder / "train-llm.py").write_text(script("01-single-gpu").read_text())
+        text = (ROOT / "logs_and_checkpoints.py").read_text()
+        (tmp_path / name / "logs_and_checkpoints.py").write_text(
+            text + f"\nprint('clone {name}')\n"
+        )
+    path = tmp_path / "two" / "01-single-gpu" / "train-llm.py"
+    result = finish(start(path, None, "--lr", "0", PYTHONPATH=str(tmp_path / "one")))
+    assert "clone two" in result.out
+    assert "clone one" not in result.out

@@ -1,0 +1,129 @@
+"""Law 2: one diff, one idea. And the budgets: a file that must be read in one sitting."""
+
+import ast
+import difflib
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, RUNGS, script
+
+PAIRS = list(zip(RUNGS, RUNGS[1:], strict=False))
+CHANGED_LINES = {"02-ddp": 50, "03-fsdp": 60}
+TOTAL_LINES = {"01-single-gpu": 360, "05-multinode": 680, "logs_and_checkpoints": 340}
+
+# Functions that a rung changes, and why its idea is in them. The others are as on the rung below.
+CHANGED_FUNCTIONS = {
+    "02-ddp": {
+        "main": "the process group, the wrapper, the reductions",
+        "batches": "each rank takes its share of the global batch",
+        "evaluate": "the sums of all ranks make the loss",
+        "parse_args": "started by torchrun, on a GPU each",
+    },
+    "03-fsdp": {
+        "main": "meta device, sharding, weights dealt out",
+        "evaluate": "the root is gathered and no backward frees it",
+        "sample": "the same",
+        "parse_args": "--cpu-offload",
+    },
+}
+
+
+def functions(rung):
+    """The source of each function of a rung, by name, in order."""
+    text = script(rung).read_text()
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(text, node) for node in nodes}
+
+
+def changed_lines(below, rung):
+    """`diff below rung | grep -c '^[<>]'`, comments and docstring counted."""
+    command = ["diff", script(below), script(rung)]
+    out = subprocess.run(command, capture_output=True, text=True).stdout
+    return sum(line.startswith(("<", ">")) for line in out.splitlines())
+
+
+@pytest.mark.parametrize(("below", "rung"), PAIRS)
+def test_a_rung_changes_few_lines(below, rung):
+    assert 0 < changed_lines(below, rung) <= CHANGED_LINES[rung]
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_lines(rung):
+    if rung in TOTAL_LINES:
+        assert len(script(rung).read_text().splitlines()) <= TOTAL_LINES[rung]
+    shared = (ROOT / "logs_and_checkpoints.py").read_text().splitlines()
+    assert len(shared) <= TOTAL_LINES["logs_and_checkpoints"]
+
+
+@pytest.mark.parametrize(("below", "rung"), PAIRS)
+def test_functions_that_an_idea_is_not_in_are_the_same(below, rung):
+    lower, upper = functions(below), functions(rung)
+    assert list(lower) == list(upper), "the same functions in the same order"
+    changed = {name for name in upper if upper[name] != lower[name]}
+    assert changed == set(CHANGED_FUNCTIONS[rung])
+
+
+@pytest.mark.parametrize(("below", "rung"), PAIRS)
+def test_no_line_is_merely_moved(below, rung):
+    """A line that stands in both is not among the changed ones, but for empty ones."""
+    lines = [script(name).read_text().splitlines() for name in (below, rung)]
+    diff = list(difflib.unified_diff(*lines, n=0, lineterm=""))[2:]
+    removed = [line[1:].strip() for line in diff if line.startswith("-")]
+    added = [line[1:].strip() for line in diff if line.startswith("+")]
+    assert not {line for line in removed if line in added and line}
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_script_imports_no_other_rung(rung):
+    """Standard library, its packages, and the one shared module, that of its own clone."""
+    allowed = set(sys.stdlib_module_names) | {"pydoc_data", "logs_and_checkpoints"}
+    allowed |= {"torch", "transformers", "datasets", "numpy", "filelock", "tokenizers"}
+    for node in ast.walk(ast.parse(script(rung).read_text())):
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= allowed
+        if isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] in allowed
+
+
+def test_comments_stay_on_higher_rungs():
+    """A comment is written where its line first appears; no rung drops one with its line kept."""
+    for below, rung in PAIRS:
+        lower = script(below).read_text().splitlines()
+        upper = script(rung).read_text().splitlines()
+        for comment, line in zip(lower, lower[1:], strict=False):
+            if comment.strip().startswith("#") and line in upper:
+                assert comment in upper, comment
+
+
+def test_the_readme_has_the_true_counts():
+    text = (ROOT / "README.md").read_text()
+    for below, rung in [(None, RUNGS[0]), *PAIRS]:
+        row = next(line for line in text.splitlines() if line.startswith(f"| [{rung}]"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[2] == str(len(script(rung).read_text().splitlines()))
+        if below:
+            assert cells[3] == str(changed_lines(below, rung))
+
+
+def test_no_new_marks():
+    for rung in RUNGS:
+        assert "# NEW" not in script(rung).read_text()
+
+
+def test_the_tree():
+    """What stands at the top is what the README says stands there."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout")
+    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
+    expected = {"README.md", "pyproject.toml", "logs_and_checkpoints.py", "LICENSE", ".gitignore"}
+    assert top == expected | {"outputs", "tests", ".ci"} | set(RUNGS)
+
+
+def test_ruff_is_content():
+    for command in (["check", "-q"], ["format", "-q", "--check"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "."], cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stdout

@@ -1,0 +1,181 @@
+"""Logging: one line per logged step, the same names everywhere, and no run that it can stop."""
+
+import json
+import os
+import signal
+import time
+import zipfile
+
+import pytest
+import torch
+from conftest import SMALL, end, metrics, run, script, start
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+NAMED = (*SMALL, "--log-freq", "2", "--max-steps", "6", "--ckpt-freq", "3", "--eval-freq", "3")
+ALWAYS = {"step", "loss", "grad_norm", "learning_rate", "epoch", "tokens_seen", "tokens_per_second"}
+ALWAYS |= {f"time/{phase}_ms" for phase in ("data", "forward", "backward", "update", "total")}
+MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
+ALWAYS |= {f"memory/{name}_gb" for name in MEMORY}
+EVALUATED = {"eval/loss", "eval/perplexity"}
+SAVED = {"checkpoint/save_ms", "checkpoint/stall_ms"}
+
+
+@pytest.fixture(scope="module", params=[("01-single-gpu", 1), ("02-ddp", 2), ("03-fsdp", 2)])
+def offline(request, tmp_path_factory):
+    """The folder of a run with offline Comet."""
+    folder = tmp_path_factory.mktemp("offline")
+    result = run(*request.param, "-e", "a", "--save-dir", folder, *NAMED, "--comet-offline")
+    assert "Comet" not in result.out
+    return folder / "a"
+
+
+def test_one_flat_line_per_logged_step(offline):
+    lines = metrics(offline)
+    assert list(lines) == [1, 2, 3, 4, 6]
+    for step, line in lines.items():
+        expected = {"step"} if step == 3 else set(ALWAYS)  # not logged, but evaluated
+        expected |= EVALUATED if step in (3, 6) else set()
+        expected |= SAVED if step == 4 else set()
+        assert set(line) == expected
+        assert all(isinstance(value, (int, float)) for value in line.values())
+
+
+def test_the_numbers_agree_with_each_other(offline):
+    line = metrics(offline)[6]
+    assert line["tokens_seen"] == 6 * 8 * 64
+    total = line["time/total_ms"]
+    assert line["tokens_per_second"] == pytest.approx(8 * 64 / (total / 1000))
+    parts = [line[f"time/{phase}_ms"] for phase in ("data", "forward", "backward", "update")]
+    assert 0 < sum(parts) <= total
+    assert line["eval/perplexity"] == pytest.approx(torch.tensor(line["eval/loss"]).exp().item())
+    assert line["memory/peak_allocated_gb"] >= line["memory/current_allocated_gb"] > 0.1
+    assert line["epoch"] == pytest.approx(6 / (6919 // 8))
+
+
+def archives(folder):
+    """(experiment, messages) of each offline archive of Comet's, in the order of their writing."""
+    for path in sorted((folder / "comet").glob("*.zip"), key=os.path.getmtime):
+        with zipfile.ZipFile(path) as archive:
+            experiment = json.loads(archive.read("experiment.json"))
+            lines = archive.read("messages.json").decode().splitlines()
+            yield experiment, [json.loads(line) for line in lines]
+
+
+def comet_metrics(folder):
+    found = {}
+    for _, messages in archives(folder):
+        for message in messages:
+            if message["type"] == "metric_msg":
+                metric = message["payload"]["metric"]
+                found[metric["step"], metric["metricName"]] = metric["metricValue"]
+    return found
+
+
+def test_comet_holds_every_metric_and_parameter(offline):
+    found = comet_metrics(offline)
+    for step, line in metrics(offline).items():
+        for name, value in line.items():
+            assert found[step, name] == pytest.approx(value)
+    parameters = {}
+    for experiment, messages in archives(offline):
+        assert len(experiment["offline_id"]) == 32
+        for message in messages:
+            if message["type"] == "parameter_msg":
+                parameter = message["payload"]["param"]
+                parameters[parameter["paramName"]] = parameter["paramValue"]
+    assert parameters["lr"] == 1e-3
+    assert parameters["max_steps"] == 6
+    assert parameters["parameters"] == 664448
+    assert parameters["world_size"] in (1, 2)
+    assert parameters["stage"] in ("01-single-gpu", "02-ddp", "03-fsdp")
+    assert parameters["torch"] == torch.__version__
+    assert not any("key" in name.lower() for name in parameters)
+
+
+def test_tensorboard_holds_the_same_names(offline):
+    board = EventAccumulator(str(offline / "tensorboard")).Reload()
+    lines = metrics(offline)
+    assert set(board.Tags()["scalars"]) == {name for line in lines.values() for name in line}
+    losses = {event.step: event.value for event in board.Scalars("loss")}
+    expected = {step: line["loss"] for step, line in lines.items() if "loss" in line}
+    assert losses == pytest.approx(expected)
+
+
+def test_a_resumed_run_continues_its_experiment(tmp_path):
+    """After a kill: the archives that were closed are whole, and the key is that of the start."""
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--log-freq", "1", "--ckpt-freq", "2")
+    process = start(
+        script("01-single-gpu"), None, *flags, "--max-steps", "100000", "--comet-offline"
+    )
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "a" / "step-00000006").exists() and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    end(process)
+    whole = [path for path in (tmp_path / "a" / "comet").glob("*.zip") if path.stat().st_size > 100]
+    assert len(whole) == 1
+    for path in (tmp_path / "a" / "comet").glob("*.zip"):
+        if path not in whole:
+            path.unlink()  # what was open is an empty zip
+    kept = {step for step, name in comet_metrics(tmp_path / "a") if name == "loss"}
+    assert kept == {1, 2}  # all up to the first checkpoint, where the first archive is closed
+    saved = int(max(tmp_path.glob("a/step-????????")).name[5:])
+    run("01-single-gpu", 1, *flags, "--max-steps", saved + 2)
+    keys = {experiment["offline_id"] for experiment, _ in archives(tmp_path / "a")}
+    assert len(keys) == 1
+    assert all(e["resume_strategy"] == "get_or_create" for e, _ in archives(tmp_path / "a"))
+    steps = {step for step, name in comet_metrics(tmp_path / "a") if name == "loss"}
+    assert {saved + 1, saved + 2} <= steps
+
+
+def test_without_a_key_there_is_one_hint_and_no_question(tmp_path):
+    result = run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
+    assert result.out.count("Comet") == 1
+    assert not (tmp_path / "a" / "comet").exists()
+
+
+def test_an_unnamed_run_only_prints(tmp_path):
+    result = run("01-single-gpu", 1, "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
+    assert "Comet" not in result.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_comets_own_variable_asks_for_offline(tmp_path):
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
+    run("01-single-gpu", 1, *flags, COMET_START_ONLINE="false")
+    assert len(list((tmp_path / "a" / "comet").glob("*.zip"))) == 1
+
+
+@pytest.mark.slow
+def test_an_unreachable_server_stops_nothing(tmp_path):
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "3")
+    server = {"COMET_URL_OVERRIDE": "http://127.0.0.1:9/clientlib/"}
+    key = "thisIsNoKeyOfAnybodys1234"
+    result = run("01-single-gpu", 1, *flags, COMET_API_KEY=key, **server)
+    assert "Comet cannot be reached, training goes on without it" in result.out
+    assert "Traceback" not in result.err
+    assert 3 in metrics(tmp_path / "a")
+    for path in (tmp_path / "a").rglob("*"):
+        assert not path.is_file() or key.encode() not in path.read_bytes()
+
+
+def test_little_time_goes_to_anything_but_the_model(curve):
+    """Outside forward, backward and update: at most 3 % of a step of the default run."""
+    lines = curve("01-single-gpu", 1, "--max-steps", "20", "--eval-sequences", "8")
+    busy = sum(
+        line[f"time/{phase}_ms"]
+        for step, line in lines.items()
+        for phase in ("forward", "backward", "update")
+        if step > 1
+    )
+    total = sum(line["time/total_ms"] for step, line in lines.items() if step > 1)
+    assert 1 - busy / total <= 0.03
+
+
+def test_no_device_is_waited_for_outside_log_steps():
+    """In the text of the loop what waits for a device stands under the condition of a log step."""
+    text = script("01-single-gpu").read_text()
+    loop = text[text.index("    for step in range") : text.index("        metrics = {}")]
+    for waiting in (".item()", ".cpu()", ".tolist()", "synchronize", "float(", "print("):
+        assert waiting not in loop

@@ -1,0 +1,385 @@
+"""Real models and data, as a practitioner has them: folders, hub ids, formats, precisions."""
+
+import json
+import math
+import pickle
+import shutil
+from pydoc_data.topics import topics
+
+import datasets
+import numpy
+import pandas
+import pytest
+import torch
+import transformers
+from conftest import SMALL, assert_same_curve, metrics, mutant, run
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+SIZE = {"vocab_size": 384, "bos_token_id": 0, "eos_token_id": 0}
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": 128, **SIZE}
+GROUPED = LLAMA | {"num_key_value_heads": 2}
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**GROUPED),
+    "llama-tied": transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "gpt2": transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **SIZE),
+    "gpt-neox": transformers.GPTNeoXConfig(**LLAMA),
+    "qwen2": transformers.Qwen2Config(**GROUPED),
+    "mistral": transformers.MistralConfig(**GROUPED),
+    "gemma": transformers.GemmaConfig(**GROUPED, head_dim=8),
+}
+FEW = (*SMALL, "--max-steps", "4", "--log-freq", "1", "--dtype", "fp32")
+RUNGS = [("01-single-gpu", 1), ("03-fsdp", 2)]
+RUNGS += [pytest.param("02-ddp", 2, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory):
+    """For an architecture a folder of weights, as a hub has it: trained a little on the default
+    data, saved in bf16 with its tokenizer."""
+    root, done = tmp_path_factory.mktemp("pretrained"), {}
+
+    def folder_of(name):
+        if name not in done:
+            CONFIGS[name].save_pretrained(root / f"{name}-config")
+            flags = ("-m", root / f"{name}-config", *SMALL, "--max-steps", "30", "--lr", "5e-3")
+            run("01-single-gpu", 1, "-e", name, "--save-dir", root, *flags)
+            model = AutoModelForCausalLM.from_pretrained(root / name / "final_model")
+            done[name] = root / f"{name}-weights"
+            model.to(torch.bfloat16).save_pretrained(done[name])
+            tokenizer = AutoTokenizer.from_pretrained(root / name / "final_model")
+            tokenizer.save_pretrained(done[name])
+        return done[name]
+
+    return folder_of
+
+
+def first_loss(curve, rung, processes, *flags):
+    return curve(rung, processes, *FEW, *flags)[1]["loss"]
+
+
+def loss_of_first_batch(model, tokenizer):
+    """The loss of step 1 worked out by hand: mean over all targets of the first 8 sequences."""
+    tokens = []
+    for text in topics.values():
+        tokens += [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    count = len(tokens) // 64
+    sequences = torch.tensor(tokens[: count * 64]).reshape(count, 64)
+    train = sequences[: count - math.ceil(count / 20)]
+    batch = train[numpy.random.default_rng((0, 0)).permutation(len(train))[:8]]
+    with torch.no_grad():
+        logits = model(batch).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rung", "processes"), RUNGS)
+def test_fine_tuning_starts_at_the_pretrained_loss(rung, processes, name, pretrained, curve):
+    """Not at ln 384: weights that a rung re-initialises by accident are the best-known bug."""
+    folder = pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = loss_of_first_batch(model, AutoTokenizer.from_pretrained(folder))
+    assert expected < math.log(384) - 1
+    assert first_loss(curve, rung, processes, "-m", folder) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *[pytest.param(n, marks=pytest.mark.slow) for n in list(CONFIGS)[1:]]]
+)
+def test_architectures_on_01_and_03(name, pretrained, curve):
+    """Fine-tuned and from scratch, the same curve sharded over 2 processes."""
+    for flags in (("-m", pretrained(name)), ("-m", pretrained(name), "--from-scratch")):
+        one = curve("01-single-gpu", 1, *FEW, *flags)
+        assert_same_curve(one, curve("03-fsdp", 2, *FEW, *flags), range(1, 5))
+    assert one[1]["loss"] == pytest.approx(math.log(384), rel=0.05)
+
+
+def test_lr_defaults_to_less_with_loaded_weights(pretrained, curve):
+    loaded = curve("01-single-gpu", 1, *FEW, "-m", pretrained("llama"))
+    scratch = curve("01-single-gpu", 1, *FEW, "-m", pretrained("llama"), "--from-scratch")
+    assert loaded[1]["learning_rate"] == 2e-5
+    assert scratch[1]["learning_rate"] == 1e-3
+
+
+def test_dropout_is_set_to_zero_and_said(tmp_path):
+    CONFIGS["gpt2"].save_pretrained(tmp_path / "config")
+    out = run("01-single-gpu", 1, *FEW, "-m", tmp_path / "config").out
+    assert f"resid_pdrop is 0.1 in {tmp_path}/config and 0 here" in out
+
+
+DUMP = """
+    import pickle
+    full = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        full[name.removeprefix("module.")] = tensor.detach().clone()
+    for name, tensor in model.named_buffers():
+        full["buffer " + name.removeprefix("module.")] = tensor.clone()
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    ties = sorted({name.removeprefix("module.") for name, p in weights.items()
+                   for other, q in weights.items() if p is q and name != other})
+    dtypes = sorted({str(p.dtype) for p in model.parameters()})
+    with open(f"{DUMP_TO}-{os.environ.get('RANK', 0)}", "wb") as file:
+        pickle.dump((full, ties, dtypes), file)
+"""
+
+
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma", "tiny")]
+
+
+@pytest.mark.parametrize("name", ["llama-tied", *OTHERS])
+def test_03_is_the_same_model_as_01(name, pretrained, tmp_path):
+    """Weights, buffers, norms and ties after the meta device are those of a model built whole."""
+    model = () if name == "tiny" else ("-m", pretrained(name))
+    dumps = {}
+    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
+        to = tmp_path / rung / "dump"
+        place = "    # Optimizer. The learning"
+        edit = (place, DUMP.replace("{DUMP_TO}", str(to)) + place)
+        path = mutant(tmp_path / rung, rung, edit)
+        run(rung, processes, *FEW, *model, path=path)
+        dumps[rung] = [pickle.loads(file.read_bytes()) for file in sorted(to.parent.glob("dump-*"))]
+    assert len(dumps["03-fsdp"]) == 2
+    (expected, ties, dtypes) = dumps["01-single-gpu"][0]
+    assert dtypes == ["torch.float32"]
+    assert (name in ("llama-tied", "gpt2", "gemma")) == bool(ties)
+    for tensors, other_ties, other_dtypes in dumps["03-fsdp"]:
+        assert other_ties == ties
+        assert other_dtypes == dtypes
+        assert tensors.keys() == expected.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_03_holds_its_share_of_the_state(curve, processes):
+    """Parameters, gradients and optimizer tensors of a rank: 1/W of 02's, within 5 %."""
+    full = curve("02-ddp", 2, *FEW)[4]["memory/state_gb"]
+    share = curve("03-fsdp", processes, *FEW)[4]["memory/state_gb"]
+    assert share == pytest.approx(full / processes, rel=0.05)
+    parameters = 664_448
+    assert full == pytest.approx(
+        16 * parameters / 1e9, rel=0.001
+    )  # fp32: p, its gradient, 2 moments
+
+
+def test_final_model_is_the_trained_model(tmp_path):
+    """from_pretrained opens it, and it has the evaluation loss that the run ended with."""
+    flags = ("-e", "a", "--save-dir", tmp_path, *FEW)
+    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        run(rung, processes, *flags)
+        folder = tmp_path / "a" / "final_model"
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values())
+        assert model.dtype == torch.float32
+        path = tmp_path / "held-out.jsonl"
+        again = run("01-single-gpu", 1, *SMALL, "-m", folder, "--lr", "1e-9", "--max-steps", "1")
+        measured = float(again.out.split("eval/loss ")[1].split()[0])
+        assert measured == pytest.approx(metrics(tmp_path / "a")[4]["eval/loss"], abs=2e-4)
+        path.unlink(missing_ok=True)
+
+
+def test_final_model_in_a_pipeline(tmp_path):
+    """The prompt of a continued text is its tokens, no end of text behind it."""
+    run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *FEW)
+    folder = str(tmp_path / "a" / "final_model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "The assert statement"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == text
+    write = transformers.pipeline("text-generation", model=folder, tokenizer=folder)
+    out = write(text, max_new_tokens=5, do_sample=False, return_full_text=True)
+    assert out[0]["generated_text"].startswith(text)
+
+
+def test_tied_weights_are_exported_once(pretrained):
+    size = (
+        (pretrained("llama-tied").parent / "llama-tied/final_model/model.safetensors")
+        .stat()
+        .st_size
+    )
+    untied = (pretrained("llama").parent / "llama/final_model/model.safetensors").stat().st_size
+    assert untied - size == pytest.approx(384 * 32 * 4, abs=1000)
+
+
+@pytest.fixture(scope="session")
+def data_files(tmp_path_factory, documents):
+    """The same documents in each format."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"instruction": "x", "text": text, "output": "y"} for text in documents]
+    (folder / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pandas.DataFrame({"id": range(len(documents)), "content": documents}).to_parquet(
+        folder / "d.parquet"
+    )
+    (folder / "d.txt").write_text("\n".join(documents))
+    for name in ("texts", "splits", "hub"):
+        (folder / name).mkdir()
+    for i, text in enumerate(documents):
+        (folder / "texts" / f"{i:03}.txt").write_text(text)
+    (folder / "splits" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    test = [{"text": "zzzz " * 60}] * 20
+    (folder / "splits" / "test.jsonl").write_text("\n".join(map(json.dumps, test)))
+    return folder
+
+
+def packed(texts, length):
+    """Documents as bytes, token 0 behind each, cut to `length`: what the scripts should read."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    level = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens = []
+    for text in texts:
+        tokens += [1 + alphabet.index(c) for c in level.pre_tokenize_str(text)[0][0]] + [0]
+    return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
+
+
+def load(script_module, name, tmp_path):
+    return script_module.load_data(str(name), None, script_module.load_config("tiny", False)[1], 64)
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "texts", "d.txt"])
+def test_formats_give_the_packed_documents(name, data_files, documents, rung_01, tmp_path):
+    """Documents joined by EOS and cut. A .txt file is one document."""
+    train, held_out = load(rung_01, data_files / name, tmp_path)
+    texts = ["\n".join(documents)] if name == "d.txt" else documents
+    rows = [row["input_ids"].tolist() for part in (train, held_out) for row in part]
+    assert rows == packed(texts, 64)
+    assert len(held_out) == math.ceil(len(rows) / 20)
+
+
+def test_a_test_split_is_what_is_evaluated_on(data_files, rung_01, tmp_path):
+    train, held_out = load(rung_01, data_files / "splits", tmp_path)
+    assert len(train) > 1000
+    assert held_out[0]["input_ids"].tolist() == packed(["zzzz " * 60], 64)[0]
+
+
+@pytest.fixture(scope="session")
+def rung_01(tmp_path_factory):
+    """The functions of rung 01, for what need not run the whole script."""
+    import importlib.util
+
+    from conftest import script
+
+    cache = str(tmp_path_factory.mktemp("datasets"))
+    datasets.config.HF_DATASETS_CACHE = cache
+    specification = importlib.util.spec_from_file_location("rung_01", script("01-single-gpu"))
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "texts", "splits"])
+def test_formats_train(name, data_files, curve):
+    losses = curve("01-single-gpu", 1, *FEW, "-d", data_files / name)
+    assert losses[4]["loss"] < losses[1]["loss"]
+
+
+def test_one_process_of_a_node_tokenises(data_files, tmp_path):
+    result = run("02-ddp", 3, *FEW, "-d", data_files / "d.jsonl", HF_HOME=str(tmp_path))
+    maps = [line for line in result.err.replace("\r", "\n").splitlines() if "Map:   0%" in line]
+    assert len(maps) == 1
+
+
+def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
+    """A hub id is loaded from the cache that an earlier download left, without a network."""
+    hub = tmp_path / "hub"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for kind, source in (("models--someone--little", pretrained("llama")),):
+        snapshot = hub / kind / "snapshots" / commit
+        shutil.copytree(source, snapshot)
+        (hub / kind / "refs").mkdir()
+        (hub / kind / "refs" / "main").write_text(commit)
+    flags = (*FEW, "-m", "someone/little", "-d", data_files / "d.jsonl")
+    named = ("-e", "a", "--save-dir", tmp_path)
+    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        run(rung, processes, *flags, *named, HF_HOME=str(tmp_path))
+        assert metrics(tmp_path / "a")[1]["learning_rate"] == 2e-5
+
+
+@pytest.mark.parametrize(("rung", "processes"), RUNGS)
+@pytest.mark.parametrize(
+    ("flags", "rel"),
+    [
+        (("--attn", "eager"), 1e-5),
+        (("--activation-checkpointing",), 1e-5),
+        pytest.param(("--compile",), 1e-5, marks=pytest.mark.slow),
+        pytest.param(("--compile", "--activation-checkpointing"), 1e-5, marks=pytest.mark.slow),
+        (("--dtype", "bf16"), 5e-3),
+    ],
+)
+def test_switches_leave_the_curve(flags, rel, rung, processes, curve):
+    plain = curve(rung, processes, *FEW)
+    switched = curve(rung, processes, *FEW, *flags)
+    assert_same_curve(plain, switched, range(1, 5), rel_loss=rel, rel_norm=max(rel, 1e-2))
+
+
+def test_bf16_computes_in_bf16(curve):
+    """Not the same numbers as fp32: else the flag did nothing."""
+    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
+        bf16 = curve(rung, processes, *FEW, "--dtype", "bf16")
+        assert bf16[4]["loss"] != curve(rung, processes, *FEW)[4]["loss"]
+
+
+PROBES = {
+    # What runs inside a block, asked for by the flag.
+    "--compile": "len(torch._dynamo.utils.counters['stats']) > 0",
+    "--activation-checkpointing": "all(b.forward.func.__name__ == 'checkpoint' for b in blocks)",
+    "--attn eager": "config._attn_implementation == 'eager'",
+    "--attn sdpa": "config._attn_implementation == 'sdpa'",
+}
+
+
+@pytest.mark.parametrize("flag", PROBES)
+def test_switches_do_what_they_claim(flag, tmp_path):
+    edit = ("    log.close()\n", f"    log.close()\n    print('probe', {PROBES[flag]})\n")
+    path = mutant(tmp_path, "01-single-gpu", edit)
+    few = (*SMALL[:6], "--max-steps", "1", "--eval-sequences", "1")
+    assert "probe True" in run("01-single-gpu", 1, *few, *flag.split(), path=path).out
+
+
+SCALED = [
+    ('if args.dtype == "fp16" and not gpu:', "if False:"),
+    (
+        "        scaler.update()\n",
+        "        scaler.update()\n        say(f'scale {scaler.get_scale()}')\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rung", "processes"), RUNGS)
+def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
+    """The scaler is for a GPU. Here its code runs on a CPU, past the check that keeps it off."""
+    path = mutant(tmp_path, rung, *SCALED)
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", "1")
+    flags = (*SMALL, "--max-steps", "8", *named)
+    out = run(rung, processes, *flags, "--dtype", "fp16", path=path).out
+    scales = [float(line.split()[1]) for line in out.splitlines() if line.startswith("scale ")]
+    assert scales[0] in (65536.0, 32768.0)
+    lines = metrics(tmp_path / "a")
+    assert lines[8]["loss"] < lines[1]["loss"]
+    state = json.loads((tmp_path / "a" / "step-00000008" / "state.json").read_text())
+    assert state["scaler"]["scale"] == scales[-1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("rung", "processes"), RUNGS)
+def test_parameters_and_moments_are_fp32_whatever_the_dtype(rung, processes, dtype, tmp_path):
+    moments = "{str(m.dtype) for moments in optimizer.state.values() for m in moments.values()}"
+    probe = "print('dtypes', {str(p.dtype) for p in model.parameters()} | " + moments + ")"
+    path = mutant(tmp_path, rung, ("    log.close()\n", f"    log.close()\n    {probe}\n"))
+    few = (*SMALL[:6], "--max-steps", "2", "--eval-sequences", "1")
+    assert "dtypes {'torch.float32'}" in run(rung, processes, *few, "--dtype", dtype, path=path).out
+
+
+def test_a_config_alone_trains_from_scratch(tmp_path):
+    CONFIGS["qwen2"].save_pretrained(tmp_path / "config")
+    named = ("-e", "a", "--save-dir", tmp_path)
+    run("03-fsdp", 2, *FEW, "-m", tmp_path / "config", *named)
+    assert AutoConfig.from_pretrained(tmp_path / "a" / "final_model").model_type == "qwen2"
+    assert metrics(tmp_path / "a")[1]["loss"] == pytest.approx(math.log(384), rel=0.05)

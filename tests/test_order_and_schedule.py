@@ -1,0 +1,119 @@
+"""Who reads which sample, and the learning rate, for any number of processes."""
+
+import importlib.util
+import math
+
+import datasets
+import numpy
+import pytest
+import torch
+import transformers
+from conftest import script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def load(rung):
+    specification = importlib.util.spec_from_file_location(rung[:2], script(rung))
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def rungs():
+    return {rung: load(rung) for rung in ("01-single-gpu", "02-ddp")}
+
+
+CPU = torch.device("cpu")
+LENGTH = 5
+ROWS = numpy.arange(200)[:, None] * LENGTH + numpy.arange(LENGTH)
+DATA = datasets.Dataset.from_dict({"input_ids": ROWS.tolist()}).with_format("torch")
+
+
+class Ranks:
+    """Stands for torch.distributed in `batches`, which asks it for nothing but two numbers."""
+
+    def __init__(self, rank, world_size):
+        self.get_rank = lambda: rank
+        self.get_world_size = lambda: world_size
+
+
+def read(module, indices, batch_size, rank, world_size, monkeypatch):
+    monkeypatch.setattr(module, "dist", Ranks(rank, world_size), raising=False)
+    return module.batches(DATA, indices, batch_size, CPU)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    count=st.integers(1, 40),
+    batch_size=st.integers(1, 12),
+    world_size=st.integers(1, 9),
+    seed=st.integers(0, 100),
+)
+def test_ranks_share_a_global_batch(rungs, count, batch_size, world_size, seed):
+    """Each sequence is read with its targets by one rank, as often as rung 01 reads it; all ranks
+    run as many micro-batches, no larger than asked for; the targets add up."""
+    indices = numpy.random.default_rng(seed).permutation(len(DATA))[:count]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        alone, targets_alone = read(rungs["01-single-gpu"], indices, batch_size, 0, 1, monkeypatch)
+        shares = [
+            read(rungs["02-ddp"], indices, batch_size, rank, world_size, monkeypatch)
+            for rank in range(world_size)
+        ]
+    assert len({len(micro_batches) for micro_batches, _ in shares}) == 1
+    assert len(shares[0][0]) == math.ceil(math.ceil(count / world_size) / batch_size)
+    seen = []
+    for micro_batches, _ in shares:
+        for input_ids, targets in micro_batches:
+            assert len(input_ids) <= batch_size
+            real = (targets != -100).any(dim=1)
+            seen += (input_ids[real][:, 0] // LENGTH).tolist()
+            assert torch.equal(targets[real][:, :-1], input_ids[real][:, 1:])
+            assert (targets[:, -1] == -100).all()
+    assert sorted(seen) == sorted(indices.tolist())
+    assert sum(targets for _, targets in shares) == targets_alone == count * (LENGTH - 1)
+    assert sum(len(input_ids) for input_ids, _ in alone) == count
+
+
+def test_one_process_of_02_reads_as_01_does(rungs, monkeypatch):
+    indices = numpy.random.default_rng(0).permutation(len(DATA))[:11]
+    one, _ = read(rungs["01-single-gpu"], indices, 4, 0, 1, monkeypatch)
+    two, _ = read(rungs["02-ddp"], indices, 4, 0, 1, monkeypatch)
+    for pair, other in zip(one, two, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
+
+
+SCHEDULERS = ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant"]
+SCHEDULERS += ["constant_with_warmup"]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_the_learning_rate_is_a_function_of_the_step(rungs, name):
+    """What the scripts use, lr_lambdas, is what the scheduler does when it is stepped."""
+    assert name in rungs["01-single-gpu"].SCHEDULERS.split()
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)
+    schedule = transformers.get_scheduler(name, optimizer, 5, 40)
+    before = 1.0
+    for step in range(40):
+        rate = 2e-3 * schedule.lr_lambdas[0](step)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, abs=1e-12)
+        assert 0 <= rate <= 2e-3
+        if name in ("linear", "cosine") and step > 5:
+            assert rate < before  # it does not climb again
+        before = rate
+        optimizer.step()
+        schedule.step()
+
+
+def test_each_epoch_has_an_order_of_its_own_and_keeps_it():
+    """The order is drawn from (seed, epoch): no permutation is replayed after a resume."""
+    order = {
+        (seed, epoch): numpy.random.default_rng((seed, epoch)).permutation(50).tolist()
+        for seed in range(3)
+        for epoch in range(3)
+    }
+    assert len({tuple(o) for o in order.values()}) == 9
+    assert all(sorted(o) == list(range(50)) for o in order.values())
+    line = "order = np.random.default_rng((args.seed, epoch)).permutation(len(train))"
+    assert line in script("01-single-gpu").read_text()

@@ -1,0 +1,175 @@
+"""Law 1: the global batch defines the experiment, hardware only decides how it is cut."""
+
+import pytest
+from conftest import SMALL, assert_same_curve, metrics, mutant, run
+
+FIFTY = ("--max-steps", "50", "--dtype", "fp32")
+MASKED = ("--max-steps", "8", "--dtype", "fp32", "-b", "2", *SMALL[:4])
+
+
+def reference(curve, *flags):
+    return curve("01-single-gpu", 1, *flags)
+
+
+@pytest.mark.parametrize(("rung", "processes"), [("02-ddp", 2), ("03-fsdp", 4)])
+def test_fifty_steps_on_any_rung_and_number_of_processes(curve, rung, processes):
+    assert_same_curve(reference(curve, *FIFTY), curve(rung, processes, *FIFTY), range(1, 51))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("rung", ["02-ddp", "03-fsdp"])
+def test_fifty_steps_on_all_rungs(curve, rung, processes):
+    assert_same_curve(reference(curve, *FIFTY), curve(rung, processes, *FIFTY), range(1, 51))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("rung", "processes"), [("01-single-gpu", 1), ("02-ddp", 3), ("03-fsdp", 3)]
+)
+def test_fifty_steps_in_any_cut(curve, rung, processes, batch_size):
+    """32 does not divide by 3: one rank runs short, and has a micro-batch without targets."""
+    cut = curve(rung, processes, *FIFTY, "-b", batch_size)
+    assert_same_curve(reference(curve, *FIFTY), cut, range(1, 51))
+
+
+@pytest.mark.parametrize(
+    ("rung", "processes", "batch_size"), [("02-ddp", 3, 1), ("03-fsdp", 3, 2), ("03-fsdp", 4, 8)]
+)
+def test_a_rank_that_runs_short(curve, rung, processes, batch_size):
+    """2 sequences on 3 or 4 ranks: some have none, and still run their collectives."""
+    flags = ("--max-steps", "6", "-s", "64", "--global-batch-size", "2", "--eval-sequences", "5")
+    ranks = curve(rung, processes, *flags, "-b", batch_size)
+    assert_same_curve(reference(curve, *flags), ranks, range(1, 7))
+    assert ranks[6]["eval/loss"] == pytest.approx(
+        reference(curve, *flags)[6]["eval/loss"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(("rung", "processes"), [("02-ddp", 2), ("03-fsdp", 3)])
+def test_sequences_with_different_numbers_of_targets(curve, masked_data, rung, processes):
+    """The loss is the mean over the targets of the global batch, not a mean of means."""
+    flags = (*MASKED, "-d", masked_data)
+    assert_same_curve(reference(curve, *flags), curve(rung, processes, *flags), range(1, 9))
+
+
+def test_the_loss_is_the_mean_over_all_targets(curve, masked_data):
+    """One micro-batch of 8 and eight of 1: their means weigh the targets differently."""
+    flags = ("--max-steps", "4", *SMALL[:4], "-d", masked_data)
+    whole = curve("01-single-gpu", 1, *flags, "-b", 8)
+    assert_same_curve(whole, curve("01-single-gpu", 1, *flags, "-b", 1), range(1, 5))
+
+
+# What breaks each line of the distributed rungs that the curves must notice. Each is run on the
+# masked data, at a learning rate and with clipping that count.
+MUTANTS = {
+    "no rank stride": (
+        "02-ddp",
+        ("indices[rank::world_size]", "indices[: len(indices) // world_size]"),
+    ),
+    "forward on the bare model": (
+        "02-ddp",
+        ("loss = loss_sum(model, input_ids", "loss = loss_sum(model.module, input_ids"),
+    ),
+    "loss not reduced": ("02-ddp", ("            dist.all_reduce(step_loss)\n", "")),
+    "no clipping": (
+        "02-ddp",
+        ("model.parameters(), args.max_grad_norm)", "model.parameters(), float('inf'))"),
+    ),
+    "mean of means": (
+        "02-ddp",
+        (
+            "        dist.all_reduce(num_targets)\n        num_",
+            "        num_targets *= 2\n        num_",
+        ),
+    ),
+    "sum instead of mean over ranks": ("02-ddp", ("loss * WORLD_SIZE / num", "loss / num")),
+    "a short rank trains on its filler": (
+        "02-ddp",
+        ("            targets[-1] = -100\n", "            pass\n"),
+    ),
+    "weights not dealt out": (
+        "03-fsdp",
+        (
+            "    set_model_state_dict(model, state, options=deal)\n",
+            "    torch.manual_seed(args.seed + dist.get_rank())\n    model.init_weights()\n",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_line_is_noticed(curve, masked_data, tmp_path, name):
+    """The equality test on a script with one line broken must fail."""
+    rung, edit = MUTANTS[name]
+    flags = (
+        *MASKED,
+        "-d",
+        masked_data,
+        "--lr",
+        "2e-3",
+        "--warmup-steps",
+        "0",
+        "--max-grad-norm",
+        0.5,
+    )
+    processes = 3 if "short" in name else 2
+    path = mutant(tmp_path, rung, edit)
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
+    run(rung, processes, *flags, *named, path=path)
+    with pytest.raises(AssertionError):
+        assert_same_curve(reference(curve, *flags), metrics(tmp_path / "a"), range(1, 9))
+
+
+def test_the_unbroken_script_passes_where_its_mutants_fail(curve, masked_data):
+    flags = (
+        *MASKED,
+        "-d",
+        masked_data,
+        "--lr",
+        "2e-3",
+        "--warmup-steps",
+        "0",
+        "--max-grad-norm",
+        0.5,
+    )
+    for rung, processes in (("02-ddp", 2), ("02-ddp", 3), ("03-fsdp", 2)):
+        assert_same_curve(reference(curve, *flags), curve(rung, processes, *flags), range(1, 9))
+
+
+COUNT_DDP = """    calls = []
+
+    def count(state, bucket):
+        calls.extend([1] * bucket.is_last())  # one for a whole set of buckets
+        work = dist.all_reduce(bucket.buffer().div_(WORLD_SIZE), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, count)
+"""
+COUNT_FSDP = """    calls = []
+    for module in [*blocks, model]:
+        module.set_all_reduce_hook(lambda output: calls.append(1))
+"""
+HOOKS = {
+    "02-ddp": ("    # Optimizer. The learning", COUNT_DDP + "    # Optimizer. The learning"),
+    "03-fsdp": ("    # Optimizer. The learning", COUNT_FSDP + "    # Optimizer. The learning"),
+}
+EVERY = {
+    "02-ddp": ("model.require_backward_grad_sync = targets is micro_batches[-1][1]", "pass"),
+    "03-fsdp": ("model.set_requires_gradient_sync(targets is micro_batches[-1][1])", "pass"),
+}
+
+
+@pytest.mark.parametrize("rung", ["02-ddp", "03-fsdp"])
+def test_gradients_travel_once_per_step(tmp_path, rung):
+    """A hook counts what travels: at 4 micro-batches a quarter of what goes out without care."""
+    say = ("    log.close()\n", '    log.close()\n    say(f"calls {len(calls)}")\n')
+    flags = ("--max-steps", "5", "-s", "64", "--global-batch-size", "8", "-b", "1")
+    calls = []
+    for name, edits in (("last", ()), ("every", (EVERY[rung],))):
+        path = mutant(tmp_path / name, rung, HOOKS[rung], say, *edits)
+        out = run(rung, 2, *flags, "--eval-sequences", "2", path=path).out
+        calls.append(int(out.split("calls ")[1].split()[0]))
+    assert calls[0] > 0
+    assert calls[1] == 4 * calls[0]

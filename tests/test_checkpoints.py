@@ -78,7 +78,6 @@ def resume_twice(first, second, saved_at_ten, thirty, tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (CONFIGURATIONS[0], CONFIGURATIONS[0]),
         (CONFIGURATIONS[0], CONFIGURATIONS[4]),
         (CONFIGURATIONS[3], CONFIGURATIONS[1]),
     ],
@@ -128,7 +127,7 @@ def test_a_kill_inside_a_save(instant, uninterrupted, tmp_path):
     assert (tmp_path / "a" / "final_model" / "step-00000012").exists()
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_kill_of_one_rank_inside_a_save(victim, uninterrupted, tmp_path):
     flags = (*SAVING, *named(tmp_path))
     faults = {"PYTHONPATH": str(FAULTS), "STRIKE_RANK": str(victim)}

@@ -1,9 +1,14 @@
 """A newcomer's first minute: no argument, no GPU, no account, no download."""
 
+import contextlib
+import fcntl
 import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 from conftest import ROOT, RUNGS, SMALL, environment, finish, run, script, start
@@ -58,20 +63,24 @@ def test_rung_01_under_torchrun():
     assert "step     2/2" in result.out
 
 
-def test_the_bar_shows_the_loss(tmp_path):
-    """On a terminal there is a progress bar. `script` gives the run one."""
-    if subprocess.run(["which", "script"], capture_output=True).returncode != 0:
-        pytest.skip("there is no program `script` to make a terminal")
-    command = f"{sys.executable} {script('01-single-gpu')} {' '.join(SMALL)} --max-steps 3"
-    out = subprocess.run(
-        ["script", "-qec", f"stty cols 120; {command}", os.devnull],
+def test_the_bar_shows_the_loss():
+    """On a terminal of 120 columns there is a progress bar."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, script("01-single-gpu"), *SMALL, "--max-steps", "3"],
         env=environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
         text=True,
-        timeout=600,
-        stdin=subprocess.DEVNULL,
-    ).stdout
-    assert re.search(r"\| 3/3 \[.*loss 5\.\d", out)
+    )
+    os.close(theirs)
+    bar = b""
+    with contextlib.suppress(OSError):  # which is how the end of a terminal reads
+        while part := os.read(ours, 1024):
+            bar += part
+    assert finish(process).returncode == 0
+    assert re.search(rb"\| 3/3 \[.*loss 5\.\d", bar), bar
 
 
 @pytest.mark.parametrize("rung", RUNGS)

@@ -20,7 +20,12 @@ EVALUATED = {"eval/loss", "eval/perplexity"}
 SAVED = {"checkpoint/save_ms", "checkpoint/stall_ms"}
 
 
-@pytest.fixture(scope="module", params=[("01-single-gpu", 1), ("02-ddp", 2), ("03-fsdp", 2)])
+OTHERS = [
+    pytest.param(run, marks=pytest.mark.slow) for run in (("01-single-gpu", 1), ("02-ddp", 2))
+]
+
+
+@pytest.fixture(scope="module", params=[("03-fsdp", 2), *OTHERS])
 def offline(request, tmp_path_factory):
     """The folder of a run with offline Comet."""
     folder = tmp_path_factory.mktemp("offline")

@@ -164,21 +164,17 @@ def test_03_holds_its_share_of_the_state(curve, processes):
     )  # fp32: p, its gradient, 2 moments
 
 
-def test_final_model_is_the_trained_model(tmp_path):
+@pytest.mark.parametrize(("rung", "processes"), RUNGS[1:])
+def test_final_model_is_the_trained_model(rung, processes, tmp_path):
     """from_pretrained opens it, and it has the evaluation loss that the run ended with."""
-    flags = ("-e", "a", "--save-dir", tmp_path, *FEW)
-    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
-        shutil.rmtree(tmp_path / "a", ignore_errors=True)
-        run(rung, processes, *flags)
-        folder = tmp_path / "a" / "final_model"
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not any(info.values())
-        assert model.dtype == torch.float32
-        path = tmp_path / "held-out.jsonl"
-        again = run("01-single-gpu", 1, *SMALL, "-m", folder, "--lr", "1e-9", "--max-steps", "1")
-        measured = float(again.out.split("eval/loss ")[1].split()[0])
-        assert measured == pytest.approx(metrics(tmp_path / "a")[4]["eval/loss"], abs=2e-4)
-        path.unlink(missing_ok=True)
+    run(rung, processes, "-e", "a", "--save-dir", tmp_path, *FEW)
+    folder = tmp_path / "a" / "final_model"
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    assert model.dtype == torch.float32
+    again = run("01-single-gpu", 1, *SMALL, "-m", folder, "--lr", "1e-9", "--max-steps", "1")
+    measured = float(again.out.split("eval/loss ")[1].split()[0])
+    assert measured == pytest.approx(metrics(tmp_path / "a")[4]["eval/loss"], abs=2e-4)
 
 
 def test_final_model_in_a_pipeline(tmp_path):
@@ -273,7 +269,7 @@ def rung_01(tmp_path_factory):
     return module
 
 
-@pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "texts", "splits"])
+@pytest.mark.parametrize("name", ["d.jsonl", pytest.param("texts", marks=pytest.mark.slow)])
 def test_formats_train(name, data_files, curve):
     losses = curve("01-single-gpu", 1, *FEW, "-d", data_files / name)
     assert losses[4]["loss"] < losses[1]["loss"]
@@ -306,7 +302,7 @@ def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "rel"),
     [
-        (("--attn", "eager"), 1e-5),
+        pytest.param(("--attn", "eager"), 1e-5, marks=pytest.mark.slow),
         (("--activation-checkpointing",), 1e-5),
         pytest.param(("--compile",), 1e-5, marks=pytest.mark.slow),
         pytest.param(("--compile", "--activation-checkpointing"), 1e-5, marks=pytest.mark.slow),
@@ -367,7 +363,7 @@ def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
     assert state["scaler"]["scale"] == scales[-1]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 def test_parameters_and_moments_are_fp32_whatever_the_dtype(rung, processes, dtype, tmp_path):
     moments = "{str(m.dtype) for moments in optimizer.state.values() for m in moments.values()}"

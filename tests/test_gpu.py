@@ -1,0 +1,101 @@
+"""What needs a CUDA device. On a machine without one these tests are skipped."""
+
+import pytest
+import torch
+from conftest import SMALL, assert_same_curve, metrics, mutant, run, script
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
+RUNGS = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1)]
+
+
+@pytest.mark.parametrize(("rung", "processes"), RUNGS[1:])
+def test_the_rungs_agree_on_a_gpu(rung, processes, curve):
+    one = curve("01-single-gpu", 1, *FEW, "--dtype", "fp32")
+    assert_same_curve(one, curve(rung, processes, *FEW, "--dtype", "fp32"), range(1, 21))
+
+
+def test_a_gpu_gives_the_curve_of_a_cpu(curve):
+    flags = (*FEW, "--dtype", "fp32")
+    cpu = curve("01-single-gpu", 1, *flags, "--device", "cpu")
+    assert_same_curve(cpu, curve("01-single-gpu", 1, *flags), range(1, 21), 1e-4, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("rung", "processes"), RUNGS)
+def test_mixed_precision(rung, processes, dtype, curve):
+    fp32 = curve(rung, processes, *FEW, "--dtype", "fp32")
+    mixed = curve(rung, processes, *FEW, "--dtype", dtype)
+    assert mixed[20]["loss"] < mixed[1]["loss"]
+    assert_same_curve(fp32, mixed, range(1, 5), rel_loss=1e-2, rel_norm=1e-1)
+
+
+@pytest.mark.parametrize("flag", ["--compile", "--activation-checkpointing", "--attn=eager"])
+@pytest.mark.parametrize(("rung", "processes"), RUNGS)
+def test_switches_leave_the_curve(rung, processes, flag, curve):
+    plain = curve(rung, processes, *FEW, "--dtype", "fp32")
+    switched = curve(rung, processes, *FEW, "--dtype", "fp32", flag)
+    assert_same_curve(plain, switched, range(1, 5), rel_loss=1e-3, rel_norm=1e-2)
+
+
+def test_activation_checkpointing_saves_memory(curve):
+    flags = ("-s", "256", "-b", "32", "--max-steps", "3", "--log-freq", "1")
+    plain = curve("01-single-gpu", 1, *flags)[3]["memory/peak_allocated_gb"]
+    assert (
+        curve("01-single-gpu", 1, *flags, "--activation-checkpointing")[3][
+            "memory/peak_allocated_gb"
+        ]
+        < 0.9 * plain
+    )
+
+
+def test_cpu_offload_keeps_the_curve_and_frees_the_device(curve):
+    flags = ("03-fsdp", 1, *FEW, "--dtype", "fp32")
+    plain, offloaded = curve(*flags), curve(*flags, "--cpu-offload")
+    assert_same_curve(plain, offloaded, range(1, 21), rel_loss=1e-4, rel_norm=1e-2)
+    name = "memory/current_allocated_gb"
+    assert offloaded[20][name] < plain[20][name] - 0.8 * plain[20]["memory/state_gb"]
+
+
+def test_mfu_is_logged_where_the_peak_is_known(curve):
+    lines = curve("01-single-gpu", 1, *FEW)
+    known = ("A100", "H100", "H200", "B200")
+    assert ("mfu" in lines[20]) == any(name in torch.cuda.get_device_name() for name in known)
+
+
+def test_the_device_is_waited_for_at_log_steps_only(tmp_path):
+    """torch warns of each synchronisation; between two log steps there is none."""
+    edits = [
+        (
+            '        log.lap("update")\n',
+            '        log.lap("update")\n        torch.cuda.set_sync_debug_mode(0)\n',
+        ),
+        (
+            "        optimizer.zero_grad()\n",
+            "        optimizer.zero_grad()\n        torch.cuda.set_sync_debug_mode('error')\n",
+        ),
+    ]
+    path = mutant(tmp_path, "01-single-gpu", *edits)
+    run("01-single-gpu", 1, *SMALL, "--max-steps", "5", "--log-freq", "5", path=path)
+
+
+def test_more_processes_than_gpus():
+    processes = torch.cuda.device_count() + 1
+    result = run("02-ddp", processes, *FEW, check=False)
+    assert result.returncode != 0
+    assert result.errors == [
+        f"train-llm.py: error: --nproc-per-node: there are only {processes - 1} GPUs here"
+    ]
+
+
+def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path):
+    named = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--dtype", "fp32", "--log-freq", "1")
+    run("01-single-gpu", 1, *named, "--max-steps", "4")
+    out = run("03-fsdp", 1, *named, "--max-steps", "6", "--device", "cpu").out
+    assert "resumed from" in out
+    run("02-ddp", 1, *named, "--max-steps", "8")
+    assert list(metrics(tmp_path / "a")) == list(range(1, 9))
+    assert script("01-single-gpu").exists()

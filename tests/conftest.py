@@ -1,5 +1,6 @@
 """Runs the scripts as users do, in processes of their own, and reads what they leave behind."""
 
+import importlib.util
 import json
 import os
 import random
@@ -34,6 +35,14 @@ class Result:
 
 def script(rung):
     return ROOT / rung / "train-llm.py"
+
+
+def load(rung):
+    """A rung as a module, for what can be asked of its functions alone."""
+    specification = importlib.util.spec_from_file_location(rung[:2], script(rung))
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def environment(**more):

@@ -3,13 +3,14 @@
 import json
 
 import pytest
-from conftest import ROOT, finish, run, start
+from conftest import ROOT, RUNGS, finish, load, run, start
 from transformers import GPT2Config, LlamaConfig, T5Config
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 PYTHON = ("01-single-gpu", 1)
 
-# Flags, and the line that is expected after "train-llm.py: error: ".
+# Flags, and the line that is expected after "train-llm.py: error: ". These are refused before
+# anything starts,
 FLAGS = [
     ("--lr 0", "--lr 0.0: must be above 0"),
     ("--lr -1", "--lr -1.0: must be above 0"),
@@ -19,8 +20,6 @@ FLAGS = [
     ("-b 1.5", "argument -b/--batch-size: invalid int value: '1.5'"),
     ("--global-batch-size 0", "--global-batch-size 0: must be above 0"),
     ("--seq-length -5", "--seq-length -5: must be above 0"),
-    ("--seq-length 1", "--seq-length 1: tiny takes from 2 to 256 tokens"),
-    ("--seq-length 257", "--seq-length 257: tiny takes from 2 to 256 tokens"),
     ("--num-epochs 0", "--num-epochs 0: must be above 0"),
     ("--max-steps 0", "--max-steps 0: must be above 0"),
     ("--seed -1", "--seed -1: must not be negative"),
@@ -39,6 +38,13 @@ FLAGS = [
     ("--no-such-flag 3", "unrecognized arguments: --no-such-flag 3"),
     ("@nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
     ("@flags.txt", "unrecognized arguments: --bogus 3"),
+    ("-e a --save-dir a-file", "--save-dir a-file: [Errno 20] Not a directory: 'a-file/a'"),
+    ("-e a --save-dir /proc/nowhere", "--save-dir /proc/nowhere: [Errno 2] No such file or "),
+]
+# and these once the model and the data have been looked at.
+INPUTS = [
+    ("--seq-length 1", "--seq-length 1: tiny takes from 2 to 256 tokens"),
+    ("--seq-length 257", "--seq-length 257: tiny takes from 2 to 256 tokens"),
     ("--global-batch-size 5000", "--global-batch-size 5000: python-docs has only "),
     ("-d missing.txt", "--dataset-name missing.txt: Unable to find "),
     ("-d ./missing/", "--dataset-name ./missing/: Couldn't find any data file at "),
@@ -60,8 +66,6 @@ FLAGS = [
     ("-m small-vocabulary", "--model-name small-vocabulary: 257 tokens, a vocabulary of 100"),
     ("-m gpt2-of-64 -s 128", "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens"),
     ("-m other-weights", "--model-name other-weights: "),
-    ("-e a --save-dir a-file", "--save-dir a-file: [Errno 20] Not a directory: 'a-file/a'"),
-    ("-e a --save-dir /proc/nowhere", "--save-dir /proc/nowhere: [Errno 2] No such file or "),
 ]
 # What depends on the machine: without a GPU these ask for what is not there.
 WITHOUT_A_GPU = [
@@ -113,7 +117,31 @@ def refused(rung, processes, flags, said, folder):
     return result
 
 
+@pytest.fixture(scope="module")
+def rungs():
+    return {rung: load(rung) for rung in RUNGS}
+
+
 @pytest.mark.parametrize(("flags", "said"), FLAGS)
+@pytest.mark.parametrize("rung", RUNGS)
+def test_flags_are_refused_before_anything_starts(
+    rung, flags, said, rungs, inputs, monkeypatch, capsys
+):
+    """In this process: a run of its own for each would be a minute of imports."""
+    monkeypatch.chdir(inputs)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr("sys.argv", ["train-llm.py", *flags.split()])
+    with pytest.raises(SystemExit) as stop:
+        rungs[rung].parse_args()
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"train-llm.py: error: {said}"), err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flags", "said"), [FLAGS[0], FLAGS[-1], *INPUTS])
 def test_one_line_and_no_traceback(flags, said, inputs):
     result = refused(*PYTHON, flags, said, inputs)
     assert result.returncode == 2

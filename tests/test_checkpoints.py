@@ -33,6 +33,7 @@ CONFIGURATIONS = [
     ("03-fsdp", 2),
     ("03-fsdp", 4),
 ]
+QUICK = [(CONFIGURATIONS[1], CONFIGURATIONS[4])]
 FAULTS = Path(__file__).parent / "faults"
 DIED = -9
 FILES = ["__0_0.distcp", ".metadata", "state.json"]
@@ -78,17 +79,11 @@ def resume_twice(first, second, saved_at_ten, thirty, tmp_path):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (CONFIGURATIONS[0], CONFIGURATIONS[4]),
-        (CONFIGURATIONS[3], CONFIGURATIONS[1]),
+        pytest.param(one, other, marks=() if (one, other) in QUICK else pytest.mark.slow)
+        for one in CONFIGURATIONS
+        for other in CONFIGURATIONS
     ],
 )
-def test_two_resumes(first, second, saved_at_ten, thirty, tmp_path):
-    resume_twice(first, second, saved_at_ten, thirty, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("second", CONFIGURATIONS)
-@pytest.mark.parametrize("first", CONFIGURATIONS)
 def test_every_pair_of_rungs_and_processes(first, second, saved_at_ten, thirty, tmp_path):
     resume_twice(first, second, saved_at_ten, thirty, tmp_path)
 
@@ -110,7 +105,13 @@ INSTANTS = {
 }
 
 
-@pytest.mark.parametrize("instant", INSTANTS)
+QUICK_INSTANTS = ["before the files are written", "before the rename", "after the rename"]
+
+
+@pytest.mark.parametrize(
+    "instant",
+    [x if x in QUICK_INSTANTS else pytest.param(x, marks=pytest.mark.slow) for x in INSTANTS],
+)
 def test_a_kill_inside_a_save(instant, uninterrupted, tmp_path):
     """It costs the work since the last finished checkpoint, never a checkpoint."""
     strike, resumed_step = INSTANTS[instant]
@@ -206,10 +207,14 @@ def empty(path):
     path.write_bytes(b"")
 
 
-DAMAGES = [(how, file) for how in (truncate, flip, Path.unlink) for file in FILES]
+DAMAGES = [(how, file) for how in (truncate, flip, Path.unlink, empty) for file in FILES]
+QUICK_DAMAGES = [(truncate, FILES[0]), (flip, FILES[1]), (flip, FILES[2]), (Path.unlink, FILES[0])]
 
 
-@pytest.mark.parametrize(("damage", "file"), [*DAMAGES, (empty, FILES[0])])
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [pytest.param(*x, marks=() if x in QUICK_DAMAGES else pytest.mark.slow) for x in DAMAGES],
+)
 def test_a_damaged_checkpoint_is_named_and_skipped(damage, file, copy, uninterrupted):
     damage(copy / "a" / "step-00000012" / file)
     out = run("01-single-gpu", 1, *SAVING, *named(copy)).out

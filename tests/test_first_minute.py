@@ -13,7 +13,7 @@ import termios
 import pytest
 from conftest import ROOT, RUNGS, SMALL, environment, finish, run, script, start
 
-OURS = ("step ", "python-docs: ", "32 sequences per step = ", "664,448 parameters")
+QUICK = [("02-ddp", 1), ("03-fsdp", 3)]
 
 
 def test_rung_01_without_an_argument(tmp_path):
@@ -21,7 +21,7 @@ def test_rung_01_without_an_argument(tmp_path):
     process = subprocess.Popen(
         [sys.executable, script("01-single-gpu")],
         cwd=tmp_path,
-        env=environment() | {"OMP_NUM_THREADS": "2"},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
@@ -47,7 +47,11 @@ def test_rung_01_without_an_argument(tmp_path):
 
 @pytest.mark.parametrize(
     ("rung", "processes"),
-    [("02-ddp", 1), ("03-fsdp", 1), ("02-ddp", 4), ("03-fsdp", 2), ("03-fsdp", 3)],
+    [
+        pytest.param(rung, n, marks=() if (rung, n) in QUICK else pytest.mark.slow)
+        for rung in RUNGS[1:]
+        for n in (1, 2, 3, 4)
+    ],
 )
 def test_rungs_run_on_any_number_of_processes(rung, processes, tmp_path):
     """From any working directory, and with few lines that are not ours."""

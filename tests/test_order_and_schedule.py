@@ -1,6 +1,5 @@
 """Who reads which sample, and the learning rate, for any number of processes."""
 
-import importlib.util
 import math
 
 import datasets
@@ -8,16 +7,9 @@ import numpy
 import pytest
 import torch
 import transformers
-from conftest import script
+from conftest import load, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-
-def load(rung):
-    specification = importlib.util.spec_from_file_location(rung[:2], script(rung))
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

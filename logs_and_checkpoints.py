@@ -1,5 +1,7 @@
 """Logging and checkpoints: the one module that the rungs share. Logging holds no collective, the
-script reduces what it logs. The functions for checkpoints are called by all ranks."""
+script reduces what it logs. The functions for checkpoints are called by all ranks.
+A checkpoint is a folder, written as step-00000200.tmp, flushed to the disk, renamed: so complete.
+Tensors are DCP's; state.json holds plain values, size and CRC-32 of each file, its own CRC-32."""
 
 import json
 import os
@@ -19,13 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 RANK, LOCAL_RANK = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
-
 MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
 MEMORY = tuple(f"memory/{name}_gb" for name in MEMORY)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP, in rung 01
@@ -51,8 +53,7 @@ def fail(message):
     one of them leaves, torchrun stops the rest, maybe before the first has spoken."""
     if LOCAL_RANK > 0:
         time.sleep(60)
-    line = message.strip().splitlines()[0]
-    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message.strip().splitlines()[0]}\n")
     sys.exit(2)
 
 
@@ -80,8 +81,7 @@ def memory_gb(model, optimizer, device):
 
     The last: parameters, gradients, optimizer tensors. On a CPU the others are the resident set."""
     tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
-    for moments in optimizer.state.values():
-        tensors += [value for value in moments.values() if torch.is_tensor(value)]
+    tensors += [tensor for moments in optimizer.state.values() for tensor in moments.values()]
     state = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in tensors)
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
@@ -104,7 +104,10 @@ class RunLog:
         self.run_dir = run_dir if RANK == 0 else None
         self.bar = tqdm(initial=start, total=total_steps, unit="step", disable=RANK > 0 or None)
         if self.run_dir:
-            self.open_files(start)
+            try:
+                self.open_files(start)
+            except OSError as error:
+                fail(f"--save-dir {run_dir}: {error}")
             self.open_comet()
         self.lap("outside")
 
@@ -119,7 +122,7 @@ class RunLog:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         lines = [x for x in lines if x.endswith("}\n") and json.loads(x)["step"] <= start]
         path.with_suffix(".tmp").write_text("".join(lines))
-        self.file = path.with_suffix(".tmp").replace(path).open("a")
+        self.file = path.with_suffix(".tmp").replace(path).open("a", buffering=1)
         from torch.utils.tensorboard import SummaryWriter  # a second to import, so only here
 
         self.board = SummaryWriter(self.run_dir / "tensorboard", purge_step=start + 1)
@@ -139,9 +142,8 @@ class RunLog:
         place = {"project_name": self.flags["comet_project_name"], "experiment_key": self.comet_key}
         place |= {"workspace": self.flags["comet_workspace"], "online": not self.offline}
         try:
-            self.comet = comet_ml.start(
-                experiment_config=comet_ml.ExperimentConfig(**config), **place
-            )
+            config = comet_ml.ExperimentConfig(**config)
+            self.comet = comet_ml.start(experiment_config=config, **place)
             self.comet.log_parameters(self.flags | self.facts)
         except Exception as error:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
@@ -183,10 +185,11 @@ class RunLog:
         shown = [f"{k} {metrics[k]:{form}}" for k, form in CONSOLE.items() if k in metrics]
         say("  ".join([f"step {step:>5}/{self.bar.total}", *shown]))
         if self.run_dir:
+            if shutil.disk_usage(self.run_dir).free < 2**20:
+                fail(f"--save-dir {self.run_dir}: the disk is full")
             # JSON knows neither NaN nor infinity: null stands for them.
             finite = {k: v if abs(v) < float("inf") else None for k, v in metrics.items()}
             self.file.write(json.dumps(finite) + "\n")
-            self.file.flush()
             for name, number in metrics.items():
                 self.board.add_scalar(name, number, step)
         if self.comet:
@@ -208,10 +211,6 @@ class RunLog:
             self.board.close()
         if self.comet:
             self.comet.end()
-
-
-# A checkpoint is a folder, written as step-00000200.tmp, flushed to the disk, renamed: so complete.
-# Tensors are DCP's; state.json holds plain values, size and CRC-32 of each file, its own CRC-32.
 
 
 def gathered(value):
@@ -334,7 +333,7 @@ def save_final_model(run_dir, step, model, config, tokenizer):
             (temporary / f"step-{step:08d}").touch()  # tells which step's model this is
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         problem = f"--save-dir {run_dir}: final_model was not written: {error}"
     if problem := gathered(problem)[0]:
         fail(problem)

@@ -360,6 +360,43 @@ def test_a_full_disk(when, small_disk, uninterrupted):
     assert f"resumed from {small_disk}/a/step-{step - 3:08d}" in again.out
 
 
+def fill(disk):
+    with (disk / "filler").open("wb") as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_between_saves(small_disk):
+    """The log is what meets it, in the run and at the next start. Both end in a line."""
+    flags = (*STEADY, *named(small_disk))
+    run("01-single-gpu", 1, *flags, "--max-steps", 6)
+    log = small_disk / "a" / "metrics.jsonl"
+    said = "the disk is full"
+    for step in (8, 0):
+        process = start(script("01-single-gpu"), None, *flags, "--max-steps", 2000)
+        while step and process.poll() is None and f'"step": {step},' not in log.read_text():
+            time.sleep(0.02)
+        if step:
+            fill(small_disk)
+        result = finish(process)
+        assert result.returncode == 2
+        assert result.errors == [f"train-llm.py: error: --save-dir {small_disk}/a: {said}"]
+        assert "Traceback" not in result.err
+        said = "[Errno 28] No space left on device"
+    (small_disk / "filler").unlink()
+    # Two checkpoints fit, and not the export beside them.
+    result = run("01-single-gpu", 1, *flags, "--max-steps", 12, check=False)
+    assert result.returncode == 2
+    assert f"--save-dir {small_disk}/a: final_model was not written: " in result.errors[0]
+    assert list(metrics(small_disk / "a")) == list(range(1, 13))
+    shutil.rmtree(small_disk / "a" / "step-00000006")
+    out = run("01-single-gpu", 1, *flags, "--max-steps", 12).out
+    assert f"resumed from {small_disk}/a/step-00000012" in out
+    assert (small_disk / "a" / "final_model" / "step-00000012").exists()
+
+
 def test_a_full_disk_under_several_ranks(small_disk):
     flags = (*SAVING, *named(small_disk), "--keep-checkpoints", "5")
     result = run("03-fsdp", 2, *flags, check=False)

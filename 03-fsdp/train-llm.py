@@ -29,6 +29,7 @@ import transformers
 from filelock import FileLock
 from logs_and_checkpoints import MEMORY, WORLD_SIZE, RunLog, describe, fail, memory_gb, say
 from logs_and_checkpoints import checkpoints, load_checkpoint, save_checkpoint, save_final_model
+from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -236,7 +237,7 @@ def load_data(name, subset, tokenizer, seq_length):
             for split in ("validation", "test"):
                 if split in splits:
                     return train, pack(splits[split], tokenizer, seq_length)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
         fail(f"--dataset-name {name}: {error} {error.__cause__ or ''}")
     rest = len(train) - (len(train) + 19) // 20
     return train.select(range(rest)), train.select(range(rest, len(train)))
@@ -261,8 +262,9 @@ def pack(data, tokenizer, seq_length):
 
 def join_and_cut(documents, column, tokenizer, length, rest):
     """Tokens of documents, EOS behind each, cut to `length`; `rest` waits for more documents."""
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for ids in tokenizer([text or "" for text in documents[column]])["input_ids"]:
-        rest += ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+        rest += ids if ids[-1:] == eos else ids + eos
     end = len(rest) // length * length
     sequences = [rest[i : i + length] for i in range(0, end, length)]
     del rest[:end]
@@ -279,7 +281,7 @@ def load_model(config, weights, attention, seed):
             return transformers.AutoModelForCausalLM.from_config(config, **options)
         options |= {"config": config, "output_loading_info": True}
         model, info = transformers.AutoModelForCausalLM.from_pretrained(weights, **options)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         fail(f"--model-name {config.name_or_path}: {error}")
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")

@@ -65,7 +65,9 @@ INPUTS = [
     ("-m encoder-decoder", "--model-name encoder-decoder: Unrecognized configuration class "),
     ("-m small-vocabulary", "--model-name small-vocabulary: 257 tokens, a vocabulary of 100"),
     ("-m gpt2-of-64 -s 128", "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens"),
-    ("-m other-weights", "--model-name other-weights: "),
+    ("-m other-weights", "--model-name other-weights: it lacks weights for "),
+    ("-m half-a-download", "--model-name half-a-download: Error while deserializing header: "),
+    ("-d no-rows.jsonl", "--global-batch-size 32: no-rows.jsonl has only 0 sequences "),
 ]
 # What depends on the machine: without a GPU these ask for what is not there.
 WITHOUT_A_GPU = [
@@ -85,6 +87,7 @@ def inputs(tmp_path_factory):
     (folder / "flags.txt").write_text("--lr 1e-3\n--bogus 3\n")
     (folder / "empty.txt").write_text("")
     (folder / "short.txt").write_text("hello world " * 30)
+    (folder / "no-rows.jsonl").write_text('{"text": ""}\n')
     (folder / "broken.jsonl").write_text('{"text": "abc"}\n{not json\n')
     (folder / "broken-config" / "config.json").write_text("{")
     (folder / "only-a-test" / "test.jsonl").write_text('{"text": "abc"}\n')
@@ -106,6 +109,8 @@ def inputs(tmp_path_factory):
     llama.save_pretrained(folder / "other-weights")
     weights = folder / "other-weights" / "model.safetensors"
     save_file({"something.else": torch.zeros(2)}, weights, metadata={"format": "pt"})
+    llama.save_pretrained(folder / "half-a-download")
+    (folder / "half-a-download" / "model.safetensors").write_bytes(weights.read_bytes()[:-4])
     return folder
 
 

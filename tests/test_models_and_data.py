@@ -12,7 +12,7 @@ import pandas
 import pytest
 import torch
 import transformers
-from conftest import SMALL, assert_same_curve, metrics, mutant, run
+from conftest import SMALL, assert_same_curve, load, metrics, mutant, run
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -234,22 +234,32 @@ def packed(texts, length):
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 
 
-def load(script_module, name, tmp_path):
-    return script_module.load_data(str(name), None, script_module.load_config("tiny", False)[1], 64)
+def read(rung_01, name):
+    return rung_01.load_data(str(name), None, rung_01.load_config("tiny", False)[1], 64)
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "texts", "d.txt"])
-def test_formats_give_the_packed_documents(name, data_files, documents, rung_01, tmp_path):
+def test_formats_give_the_packed_documents(name, data_files, documents, rung_01):
     """Documents joined by EOS and cut. A .txt file is one document."""
-    train, held_out = load(rung_01, data_files / name, tmp_path)
+    train, held_out = read(rung_01, data_files / name)
     texts = ["\n".join(documents)] if name == "d.txt" else documents
     rows = [row["input_ids"].tolist() for part in (train, held_out) for row in part]
     assert rows == packed(texts, 64)
     assert len(held_out) == math.ceil(len(rows) / 20)
 
 
-def test_a_test_split_is_what_is_evaluated_on(data_files, rung_01, tmp_path):
-    train, held_out = load(rung_01, data_files / "splits", tmp_path)
+def test_a_tokenizer_without_eos_joins_documents_bare(rung_01):
+    tokenizer = rung_01.load_config("tiny", False)[1]
+    tokenizer.eos_token = None
+    rest = []
+    for text in ("ab", "c"):
+        cut = rung_01.join_and_cut({"text": [text, None]}, "text", tokenizer, 2, rest)
+    assert cut == {"input_ids": []}
+    assert tokenizer.decode(rest) == "c"
+
+
+def test_a_test_split_is_what_is_evaluated_on(data_files, rung_01):
+    train, held_out = read(rung_01, data_files / "splits")
     assert len(train) > 1000
     assert held_out[0]["input_ids"].tolist() == packed(["zzzz " * 60], 64)[0]
 
@@ -257,16 +267,8 @@ def test_a_test_split_is_what_is_evaluated_on(data_files, rung_01, tmp_path):
 @pytest.fixture(scope="session")
 def rung_01(tmp_path_factory):
     """The functions of rung 01, for what need not run the whole script."""
-    import importlib.util
-
-    from conftest import script
-
-    cache = str(tmp_path_factory.mktemp("datasets"))
-    datasets.config.HF_DATASETS_CACHE = cache
-    specification = importlib.util.spec_from_file_location("rung_01", script("01-single-gpu"))
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    datasets.config.HF_DATASETS_CACHE = str(tmp_path_factory.mktemp("datasets"))
+    return load("01-single-gpu")
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", pytest.param("texts", marks=pytest.mark.slow)])

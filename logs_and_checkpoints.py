@@ -3,6 +3,7 @@ script reduces what it logs. The functions for checkpoints are called by all ran
 A checkpoint is a folder, written as step-00000200.tmp, flushed to the disk, renamed: so complete.
 Tensors are DCP's; state.json holds plain values, size and CRC-32 of each file, its own CRC-32."""
 
+import contextlib
 import json
 import os
 import resource
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from safetensors import SafetensorError
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -65,8 +65,9 @@ def describe(model, seq_length, device):
     config, n = model.config, model.num_parameters()
     tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     tables -= {model.get_output_embeddings().weight}
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * head * seq_length
+    heads, head = getattr(config, "num_attention_heads", 0), vars(config).get("head_dim")
+    width = heads * head if head else heads and config.hidden_size
+    attention = 12 * config.num_hidden_layers * width * seq_length
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     facts = {"stage": Path(sys.argv[0]).resolve().parent.name, "world_size": WORLD_SIZE}
     facts |= {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -78,7 +79,6 @@ def describe(model, seq_length, device):
 
 def memory_gb(model, optimizer, device):
     """This rank's memory in GB (1e9 bytes): a CPU tensor, (5,) float64, in the order of `MEMORY`.
-
     The last: parameters, gradients, optimizer tensors. On a CPU the others are the resident set."""
     tensors = [tensor for p in model.parameters() for tensor in (p, p.grad) if tensor is not None]
     tensors += [tensor for moments in optimizer.state.values() for tensor in moments.values()]
@@ -132,8 +132,7 @@ class RunLog:
         online = os.environ.get("COMET_START_ONLINE", "").lower() not in ("0", "false", "no")
         self.offline = self.flags["comet_offline"] or not online
         if not self.offline and "COMET_API_KEY" not in os.environ:
-            say("Comet is off: set COMET_API_KEY, or pass --comet-offline to do without an account")
-            return
+            return say("Comet is off: set COMET_API_KEY, or use --comet-offline without an account")
         os.environ.setdefault("COMET_LOGGING_CONSOLE", "CRITICAL")  # errors are said below
         import comet_ml
 
@@ -163,7 +162,7 @@ class RunLog:
         for (_, before), (phase, now) in zip(self.laps, self.laps[1:], strict=False):
             ms[phase] += before.elapsed_time(now) if self.cuda else 1000 * (now - before)
         ms["total"] = ms.total() - ms["outside"]
-        steps = sum(phase == "update" for phase, _ in self.laps)
+        steps = sum(phase == "update" for phase, _ in self.laps[1:])
         self.laps = self.laps[-1:]
         phases = ("data", "forward", "backward", "update", "total")
         return {f"time/{phase}_ms": ms[phase] / steps for phase in phases}
@@ -255,7 +254,6 @@ def tensors_of(model, optimizer):
 
 def save_checkpoint(run_dir, step, model, optimizer, plain, keep):
     """Saves model, optimizer and `plain`, a dict for JSON; keeps the newest `keep` checkpoints.
-
     Returns metrics. On a full disk the run ends in one line; earlier checkpoints stay intact."""
     start = time.perf_counter()
     folder, temporary = run_dir / f"step-{step:08d}", run_dir / f"step-{step:08d}.tmp"
@@ -291,7 +289,7 @@ def load_checkpoint(run_dir, model, optimizer):
 
     Rank 0 chooses. Each file is verified, by one rank, before anything is unpickled. What is
     damaged is named, renamed and passed over for the one before."""
-    for leftover in [*run_dir.glob("*.old"), *run_dir.glob("step-*.tmp")] if RANK == 0 else []:
+    for leftover in run_dir.glob("step-????????.[!d]*") if RANK == 0 else []:  # .tmp, .old
         shutil.rmtree(leftover)
     for folder, state in gathered(list(checkpoints(run_dir)))[0]:
         files = sorted(state["files"].items()) if state else []
@@ -330,10 +328,13 @@ def save_final_model(run_dir, step, model, config, tokenizer):
             weights = {name: weight for name, weight in weights.items() if name in once}  # no ties
             shell.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
+            with contextlib.suppress(OSError, ValueError):  # as the pretrained model has it, if any
+                generation = transformers.GenerationConfig.from_pretrained(config.name_or_path)
+                generation.to_json_file(temporary / "generation_config.json")
             (temporary / f"step-{step:08d}").touch()  # tells which step's model this is
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:
         problem = f"--save-dir {run_dir}: final_model was not written: {error}"
     if problem := gathered(problem)[0]:
         fail(problem)

@@ -1,9 +1,9 @@
 """Rung 01: train a language model in one process, on one GPU or on a CPU.
 
-RUN=python
-$RUN train-llm.py
-$RUN train-llm.py -e notes -d notes.txt --max-steps 200
-$RUN train-llm.py -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
+alias run=python
+run train-llm.py
+run train-llm.py -e notes -d notes.txt --max-steps 200
+run train-llm.py -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
 """
 
 import argparse
@@ -25,18 +25,16 @@ import transformers
 from filelock import FileLock
 from logs_and_checkpoints import MEMORY, WORLD_SIZE, RunLog, describe, fail, memory_gb, say
 from logs_and_checkpoints import checkpoints, load_checkpoint, save_checkpoint, save_final_model
-from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()
-
 DEFINING = "model_name from_scratch dataset_name dataset_subset seq_length seed global_batch_size"
-MAY_BE_ZERO = {"seed", "warmup_steps", "weight_decay", "eval_freq"}
+ZERO_OK = {"seed", "warmup_steps", "weight_decay", "eval_freq"}
 SCHEDULERS = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
 
 
-def main(args, run_dir):
+def main(args, run_dir, flash):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
 
@@ -60,6 +58,9 @@ def main(args, run_dir):
 
     # Model: its parameters are fp32 whatever the dtype. In bf16 most small steps round to nothing.
     model = load_model(config, weights, args.attn, args.seed)
+    # FlashAttention-2 if it is installed and the model has it, else PyTorch's own attention.
+    if flash and args.attn == "auto" and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
     facts = describe(model, args.seq_length, device)
     say(f"{facts['parameters']:,} parameters, {facts['attention']}, {args.dtype}, {device}")
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
@@ -148,13 +149,16 @@ def load_config(name, from_scratch):
         sizes = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 320}
         sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
         return transformers.LlamaConfig(**sizes, bos_token_id=0, eos_token_id=0), tokenizer, None
-    files = [file.name for file in Path(name).glob("*")]
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        files = [file.name for file in Path(name).glob("*")]
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = config.get_text_config()
         if not files or any("token" in file or "vocab" in file for file in files):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        fail(f"--model-name {name}: {error}")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        else:
+            say(f"{name} has no tokenizer: its tokens are bytes here")
+    except Exception as error:  # libraries raise all kinds for a file that is not as it should be
+        fail(f"--model-name {name}: {type(error).__name__}: {error}")
     if len(tokenizer) > config.vocab_size:
         fail(f"--model-name {name}: {len(tokenizer)} tokens, a vocabulary of {config.vocab_size}")
     # Dropout draws random numbers, and others when the batch is cut another way.
@@ -162,18 +166,18 @@ def load_config(name, from_scratch):
         if value and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
-    has_weights = not files or any(file.endswith((".safetensors", ".bin")) for file in files)
+    has_weights = not files or any(x in f for f in files for x in (".safetensors", ".bin", ".pt"))
     return config, tokenizer, name if has_weights and not from_scratch else None
 
 
 def load_data(name, subset, tokenizer, seq_length):
     """Returns the sequences to train on and to evaluate on: validation, test, or the last 5 %."""
     path, source = Path(name), {"path": name, "name": subset}
-    if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
-        source = {"path": str(path.resolve().parent), "data_files": path.name}
-    if path.suffix == ".txt" or any(path.glob("*.txt")):
-        source["sample_by"] = "document"
     try:
+        if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
+            source = {"path": str(path.resolve().parent), "data_files": path.name}
+        if path.suffix == ".txt" or any(path.rglob("*.txt")):
+            source["sample_by"] = "document"
         # The processes of a node take turns: the first tokenises, the others find its cache.
         with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
             if name == "python-docs":
@@ -190,8 +194,8 @@ def load_data(name, subset, tokenizer, seq_length):
             for split in ("validation", "test"):
                 if split in splits:
                     return train, pack(splits[split], tokenizer, seq_length)
-    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
-        fail(f"--dataset-name {name}: {error} {error.__cause__ or ''}")
+    except Exception as error:
+        fail(f"--dataset-name {name}: {type(error).__name__}: {error} {error.__cause__ or ''}")
     rest = len(train) - (len(train) + 19) // 20
     return train.select(range(rest)), train.select(range(rest, len(train)))
 
@@ -208,8 +212,7 @@ def pack(data, tokenizer, seq_length):
             raise ValueError(f"no column holds text, there are {data.column_names}")
         how = {"column": "text" if "text" in texts else texts[0], "length": seq_length}
         how |= {"tokenizer": tokenizer, "rest": []}
-        options = {"batched": True, "remove_columns": data.column_names}
-        data = data.map(join_and_cut, fn_kwargs=how, **options)
+        data = data.map(join_and_cut, batched=True, remove_columns=data.column_names, fn_kwargs=how)
     return data.with_format("torch", columns=sorted({"input_ids", "labels"} & {*data.column_names}))
 
 
@@ -224,29 +227,27 @@ def join_and_cut(documents, column, tokenizer, length, rest):
     return {"input_ids": sequences}
 
 
-def load_model(config, weights, attention, seed):
+def load_model(config, weights, attn, seed):
     """The model on the CPU, in fp32, with the weights of a folder or hub id, or with new ones."""
-    options = {"attn_implementation": None if attention == "auto" else attention}
-    options["dtype"] = torch.float32
+    how = {"attn_implementation": None if attn == "auto" else attn, "dtype": torch.float32}
     torch.manual_seed(seed)
     try:
         if weights is None:
-            return transformers.AutoModelForCausalLM.from_config(config, **options)
-        options |= {"config": config, "output_loading_info": True}
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(weights, **options)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        fail(f"--model-name {config.name_or_path}: {error}")
+            return transformers.AutoModelForCausalLM.from_config(config, **how)
+        how |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(weights, **how)
+    except Exception as error:
+        fail(f"--model-name {weights or config.name_or_path}: {type(error).__name__}: {error}")
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()
 
 
 def batches(data, indices, batch_size, device):
-    """Cuts the sequences `indices` of a global batch into micro-batches on the device.
+    """Cuts this process's share of a global batch, `indices`, into micro-batches on the device.
 
     Returns (input_ids, targets) pairs, (B, T) int64 with -100 for no target, and the number of
-    targets, a CPU tensor. Position i predicts token i + 1.
-    """
+    their targets, a CPU tensor. Position i predicts token i + 1."""
     micro_batches, num_targets = [], torch.tensor(0)
     for first in range(0, len(indices), batch_size):
         rows = data[indices[first : first + batch_size]]
@@ -270,23 +271,23 @@ def evaluate(model, data, batch_size, device):
     """Loss in nats per token of `data`, and its exponential, as metrics."""
     micro_batches, num_targets = batches(data, range(len(data)), batch_size, device)
     total = sum(loss_sum(model, input_ids, targets) for input_ids, targets in micro_batches)
-    loss = total.item() / num_targets.item()
+    loss = (total.cpu().double() / num_targets).item()  # without targets not a number
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
 @torch.no_grad()
 def sample(model, tokens, start, device):
     """Writes tokens `start` and later of a 1-D sequence anew, drawn at temperature 0.8."""
-    tokens, generator = tokens[None].clone(), torch.Generator().manual_seed(0)
+    tokens, draw = tokens[None].clone(), torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
         # One shape throughout. What stands behind i is not seen: attention is causal.
         logits = model(input_ids=tokens.to(device), use_cache=False).logits[0, i - 1].float().cpu()
-        tokens[0, i] = torch.multinomial((logits / 0.8).softmax(0), 1, generator=generator)
+        tokens[0, i] = torch.multinomial((logits / 0.8).nan_to_num().softmax(0), 1, generator=draw)
     return tokens[0]
 
 
 def parse_args():
-    """Returns the flags, checked, and the folder of the run, None if it has no name."""
+    """Returns the flags, checked, the folder of a named run, and if FlashAttention-2 is usable."""
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
     parser.convert_arg_line_to_args = shlex.split
     parser.error = fail
@@ -329,14 +330,14 @@ def parse_args():
         fail("this rung is one process: start 02-ddp, or torchrun with --nproc-per-node 1")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     stored = next((x["flags"] for _, x in checkpoints(run_dir) if x), {}) if run_dir else {}
-    parser.set_defaults(**stored)  # a resumed run has the flags that it had, but for those given
+    parser.set_defaults(**{k: stored[k] for k in vars(args) if k in stored})  # those given win
     args = parser.parse_args()
-    for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
-        if stored and name in DEFINING.split() and value != stored[name]:
-            fail(f"{flag}: the run in {run_dir} has {stored[name]}")
-        if type(value) in (int, float) and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
-            fail(f"{flag}: must {'not be negative' if name in MAY_BE_ZERO else 'be above 0'}")
+    for key, value in vars(args).items():
+        flag = f"--{key.replace('_', '-')} {value}"
+        if stored and key in DEFINING.split() and value != stored[key]:
+            fail(f"{flag}: the run in {run_dir} has {stored[key]}")
+        if type(value) in (int, float) and not (0 < value < 2**63 or value == 0 and key in ZERO_OK):
+            fail(f"{flag}: must be {'from' if key in ZERO_OK else 'above'} 0 and below 2**63")
     gpu = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here")
@@ -346,14 +347,13 @@ def parse_args():
     flash = gpu and args.dtype != "fp32" and transformers.utils.is_flash_attn_2_available()
     if args.attn == "flash_attention_2" and not flash:
         fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
-    args.attn = "flash_attention_2" if args.attn == "auto" and flash else args.attn
     try:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "metrics.jsonl").touch()
     except OSError as error:
         fail(f"--save-dir {args.save_dir}: {error}")
-    return args, run_dir
+    return args, run_dir, flash
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Rung 03: a shard of the model in each process, put together block by block as needed (FSDP2).
 
-RUN="torchrun --standalone --nproc-per-node 2"
-$RUN train-llm.py
-$RUN train-llm.py -e notes -d notes.txt --max-steps 200
-$RUN train-llm.py -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
+alias run="torchrun --standalone --nproc-per-node 2"
+run train-llm.py
+run train-llm.py -e notes -d notes.txt --max-steps 200
+run train-llm.py -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
 """
 
 import argparse
@@ -29,7 +29,6 @@ import transformers
 from filelock import FileLock
 from logs_and_checkpoints import MEMORY, WORLD_SIZE, RunLog, describe, fail, memory_gb, say
 from logs_and_checkpoints import checkpoints, load_checkpoint, save_checkpoint, save_final_model
-from safetensors import SafetensorError
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -38,14 +37,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()
-
 DEFINING = "model_name from_scratch dataset_name dataset_subset seq_length seed global_batch_size"
-MAY_BE_ZERO = {"seed", "warmup_steps", "weight_decay", "eval_freq"}
+ZERO_OK = {"seed", "warmup_steps", "weight_decay", "eval_freq"}
 SCHEDULERS = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
 
 
 @record
-def main(args, run_dir):
+def main(args, run_dir, flash):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
 
@@ -83,6 +81,9 @@ def main(args, run_dir):
     full_model = load_model(config, weights, args.attn, args.seed) if dist.get_rank() == 0 else None
     with torch.device("meta"):
         model = load_model(config, None, args.attn, args.seed)
+    # FlashAttention-2 if it is installed and the model has it, else PyTorch's own attention.
+    if flash and args.attn == "auto" and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
     facts = describe(model, args.seq_length, device)
     say(f"{facts['parameters']:,} parameters, {facts['attention']}, {args.dtype}, {device}")
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
@@ -90,7 +91,7 @@ def main(args, run_dir):
         block.forward = torch.compile(block.forward)
     for block in blocks if args.activation_checkpointing else []:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    # Mixed precision: matrices are gathered in `dtype`, gradients are averaged in fp32.
+    # Mixed precision: parameters are gathered in `dtype`, gradients are averaged in fp32.
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp.CPUOffloadPolicy() if args.cpu_offload else fsdp.OffloadPolicy()
     mesh = init_device_mesh(device.type, (WORLD_SIZE,))
@@ -195,13 +196,16 @@ def load_config(name, from_scratch):
         sizes = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 320}
         sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
         return transformers.LlamaConfig(**sizes, bos_token_id=0, eos_token_id=0), tokenizer, None
-    files = [file.name for file in Path(name).glob("*")]
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        files = [file.name for file in Path(name).glob("*")]
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = config.get_text_config()
         if not files or any("token" in file or "vocab" in file for file in files):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        fail(f"--model-name {name}: {error}")
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        else:
+            say(f"{name} has no tokenizer: its tokens are bytes here")
+    except Exception as error:  # libraries raise all kinds for a file that is not as it should be
+        fail(f"--model-name {name}: {type(error).__name__}: {error}")
     if len(tokenizer) > config.vocab_size:
         fail(f"--model-name {name}: {len(tokenizer)} tokens, a vocabulary of {config.vocab_size}")
     # Dropout draws random numbers, and others when the batch is cut another way.
@@ -209,18 +213,18 @@ def load_config(name, from_scratch):
         if value and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
-    has_weights = not files or any(file.endswith((".safetensors", ".bin")) for file in files)
+    has_weights = not files or any(x in f for f in files for x in (".safetensors", ".bin", ".pt"))
     return config, tokenizer, name if has_weights and not from_scratch else None
 
 
 def load_data(name, subset, tokenizer, seq_length):
     """Returns the sequences to train on and to evaluate on: validation, test, or the last 5 %."""
     path, source = Path(name), {"path": name, "name": subset}
-    if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
-        source = {"path": str(path.resolve().parent), "data_files": path.name}
-    if path.suffix == ".txt" or any(path.glob("*.txt")):
-        source["sample_by"] = "document"
     try:
+        if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
+            source = {"path": str(path.resolve().parent), "data_files": path.name}
+        if path.suffix == ".txt" or any(path.rglob("*.txt")):
+            source["sample_by"] = "document"
         # The processes of a node take turns: the first tokenises, the others find its cache.
         with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
             if name == "python-docs":
@@ -237,8 +241,8 @@ def load_data(name, subset, tokenizer, seq_length):
             for split in ("validation", "test"):
                 if split in splits:
                     return train, pack(splits[split], tokenizer, seq_length)
-    except (OSError, ValueError, IndexError, datasets.exceptions.DatasetsError) as error:
-        fail(f"--dataset-name {name}: {error} {error.__cause__ or ''}")
+    except Exception as error:
+        fail(f"--dataset-name {name}: {type(error).__name__}: {error} {error.__cause__ or ''}")
     rest = len(train) - (len(train) + 19) // 20
     return train.select(range(rest)), train.select(range(rest, len(train)))
 
@@ -255,8 +259,7 @@ def pack(data, tokenizer, seq_length):
             raise ValueError(f"no column holds text, there are {data.column_names}")
         how = {"column": "text" if "text" in texts else texts[0], "length": seq_length}
         how |= {"tokenizer": tokenizer, "rest": []}
-        options = {"batched": True, "remove_columns": data.column_names}
-        data = data.map(join_and_cut, fn_kwargs=how, **options)
+        data = data.map(join_and_cut, batched=True, remove_columns=data.column_names, fn_kwargs=how)
     return data.with_format("torch", columns=sorted({"input_ids", "labels"} & {*data.column_names}))
 
 
@@ -271,29 +274,27 @@ def join_and_cut(documents, column, tokenizer, length, rest):
     return {"input_ids": sequences}
 
 
-def load_model(config, weights, attention, seed):
+def load_model(config, weights, attn, seed):
     """The model on the CPU, in fp32, with the weights of a folder or hub id, or with new ones."""
-    options = {"attn_implementation": None if attention == "auto" else attention}
-    options["dtype"] = torch.float32
+    how = {"attn_implementation": None if attn == "auto" else attn, "dtype": torch.float32}
     torch.manual_seed(seed)
     try:
         if weights is None:
-            return transformers.AutoModelForCausalLM.from_config(config, **options)
-        options |= {"config": config, "output_loading_info": True}
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(weights, **options)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        fail(f"--model-name {config.name_or_path}: {error}")
+            return transformers.AutoModelForCausalLM.from_config(config, **how)
+        how |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(weights, **how)
+    except Exception as error:
+        fail(f"--model-name {weights or config.name_or_path}: {type(error).__name__}: {error}")
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()
 
 
 def batches(data, indices, batch_size, device):
-    """Cuts the sequences `indices` of a global batch into micro-batches on the device.
+    """Cuts this process's share of a global batch, `indices`, into micro-batches on the device.
 
     Returns (input_ids, targets) pairs, (B, T) int64 with -100 for no target, and the number of
-    targets, a CPU tensor. Position i predicts token i + 1.
-    """
+    their targets, a CPU tensor. Position i predicts token i + 1."""
     # One that runs short repeats a sequence without targets: all run as many micro-batches.
     rank, world_size = dist.get_rank(), dist.get_world_size()
     short = rank >= len(indices) % world_size > 0
@@ -326,24 +327,24 @@ def evaluate(model, data, batch_size, device):
     model.reshard()  # no backward comes to do it
     dist.all_reduce(total)
     dist.all_reduce(num_targets)
-    loss = total.item() / num_targets.item()
+    loss = (total.cpu().double() / num_targets).item()  # without targets not a number
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
 @torch.no_grad()
 def sample(model, tokens, start, device):
     """Writes tokens `start` and later of a 1-D sequence anew, drawn at temperature 0.8."""
-    tokens, generator = tokens[None].clone(), torch.Generator().manual_seed(0)
+    tokens, draw = tokens[None].clone(), torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
         # One shape throughout. What stands behind i is not seen: attention is causal.
         logits = model(input_ids=tokens.to(device), use_cache=False).logits[0, i - 1].float().cpu()
-        tokens[0, i] = torch.multinomial((logits / 0.8).softmax(0), 1, generator=generator)
+        tokens[0, i] = torch.multinomial((logits / 0.8).nan_to_num().softmax(0), 1, generator=draw)
     model.reshard()  # no backward comes to do it
     return tokens[0]
 
 
 def parse_args():
-    """Returns the flags, checked, and the folder of the run, None if it has no name."""
+    """Returns the flags, checked, the folder of a named run, and if FlashAttention-2 is usable."""
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
     parser.convert_arg_line_to_args = shlex.split
     parser.error = fail
@@ -387,14 +388,14 @@ def parse_args():
         fail("this rung needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     stored = next((x["flags"] for _, x in checkpoints(run_dir) if x), {}) if run_dir else {}
-    parser.set_defaults(**stored)  # a resumed run has the flags that it had, but for those given
+    parser.set_defaults(**{k: stored[k] for k in vars(args) if k in stored})  # those given win
     args = parser.parse_args()
-    for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
-        if stored and name in DEFINING.split() and value != stored[name]:
-            fail(f"{flag}: the run in {run_dir} has {stored[name]}")
-        if type(value) in (int, float) and not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
-            fail(f"{flag}: must {'not be negative' if name in MAY_BE_ZERO else 'be above 0'}")
+    for key, value in vars(args).items():
+        flag = f"--{key.replace('_', '-')} {value}"
+        if stored and key in DEFINING.split() and value != stored[key]:
+            fail(f"{flag}: the run in {run_dir} has {stored[key]}")
+        if type(value) in (int, float) and not (0 < value < 2**63 or value == 0 and key in ZERO_OK):
+            fail(f"{flag}: must be {'from' if key in ZERO_OK else 'above'} 0 and below 2**63")
     gpu = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here")
@@ -402,20 +403,21 @@ def parse_args():
         fail(f"--nproc-per-node: there are only {torch.cuda.device_count()} GPUs here")
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
+    if args.cpu_offload and args.dtype == "fp16":
+        fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
     if args.dtype == "fp16" and not gpu:
         fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
     args.dtype = args.dtype or ("bf16" if gpu else "fp32")
     flash = gpu and args.dtype != "fp32" and transformers.utils.is_flash_attn_2_available()
     if args.attn == "flash_attention_2" and not flash:
         fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
-    args.attn = "flash_attention_2" if args.attn == "auto" and flash else args.attn
     try:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "metrics.jsonl").touch()
     except OSError as error:
         fail(f"--save-dir {args.save_dir}: {error}")
-    return args, run_dir
+    return args, run_dir, flash
 
 
 if __name__ == "__main__":

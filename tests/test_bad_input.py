@@ -14,6 +14,8 @@ PYTHON = ("01-single-gpu", 1)
 FLAGS = [
     ("--lr 0", "--lr 0.0: must be above 0"),
     ("--lr -1", "--lr -1.0: must be above 0"),
+    ("--lr inf", "--lr inf: must be above 0 and below 2**63"),
+    ("--seed 99999999999999999999", "--seed 99999999999999999999: must be from 0 and below 2**63"),
     ("--lr nan", "--lr nan: must be above 0"),
     ("--lr fast", "argument --lr: invalid float value: 'fast'"),
     ("--batch-size 0", "--batch-size 0: must be above 0"),
@@ -22,14 +24,14 @@ FLAGS = [
     ("--seq-length -5", "--seq-length -5: must be above 0"),
     ("--num-epochs 0", "--num-epochs 0: must be above 0"),
     ("--max-steps 0", "--max-steps 0: must be above 0"),
-    ("--seed -1", "--seed -1: must not be negative"),
+    ("--seed -1", "--seed -1: must be from 0 and below 2**63"),
     ("--log-freq 0", "--log-freq 0: must be above 0"),
     ("--ckpt-freq 0", "--ckpt-freq 0: must be above 0"),
     ("--keep-checkpoints 0", "--keep-checkpoints 0: must be above 0"),
-    ("--eval-freq -1", "--eval-freq -1: must not be negative"),
+    ("--eval-freq -1", "--eval-freq -1: must be from 0 and below 2**63"),
     ("--eval-sequences 0", "--eval-sequences 0: must be above 0"),
-    ("--warmup-steps -1", "--warmup-steps -1: must not be negative"),
-    ("--weight-decay -0.1", "--weight-decay -0.1: must not be negative"),
+    ("--warmup-steps -1", "--warmup-steps -1: must be from 0 and below 2**63"),
+    ("--weight-decay -0.1", "--weight-decay -0.1: must be from 0 and below 2**63"),
     ("--max-grad-norm 0", "--max-grad-norm 0.0: must be above 0"),
     ("--device tpu", "argument --device: invalid choice: 'tpu'"),
     ("--dtype fp64", "argument --dtype: invalid choice: 'fp64'"),
@@ -46,27 +48,47 @@ INPUTS = [
     ("--seq-length 1", "--seq-length 1: tiny takes from 2 to 256 tokens"),
     ("--seq-length 257", "--seq-length 257: tiny takes from 2 to 256 tokens"),
     ("--global-batch-size 5000", "--global-batch-size 5000: python-docs has only "),
-    ("-d missing.txt", "--dataset-name missing.txt: Unable to find "),
-    ("-d ./missing/", "--dataset-name ./missing/: Couldn't find any data file at "),
+    ("-d missing.txt", "--dataset-name missing.txt: FileNotFoundError: Unable to find "),
+    (
+        "-d ./missing/",
+        "--dataset-name ./missing/: FileNotFoundError: Couldn't find any data file at ",
+    ),
     ("-d nobody/nothing", "--dataset-name nobody/nothing: "),
     ("-d empty.txt", "--global-batch-size 32: empty.txt has only 0 sequences of 256 tokens"),
-    ("-d empty", "--dataset-name empty: The directory at "),
+    ("-d empty", "--dataset-name empty: EmptyDatasetError: The directory at "),
     ("-d short.txt", "--global-batch-size 32: short.txt has only 0 sequences of 256 tokens"),
     (
         "-d numbers.jsonl",
-        "--dataset-name numbers.jsonl: no column holds text, there are ['a', 'b']",
+        "--dataset-name numbers.jsonl: ValueError: no column holds text, there are ['a', 'b']",
     ),
     ("-d broken.jsonl", "--dataset-name broken.jsonl: "),
-    ("-d ids.jsonl", "--dataset-name ids.jsonl: its input_ids have 20 tokens, --seq-length is 256"),
-    ("-d only-a-test", "--dataset-name only-a-test: no split is called train, there are ['test']"),
+    (
+        "-d ids.jsonl",
+        "--dataset-name ids.jsonl: ValueError: its input_ids have 20 tokens, --seq-length is 256",
+    ),
+    (
+        "-d only-a-test",
+        "--dataset-name only-a-test: ValueError: no split is called train, there are ['test']",
+    ),
     ("-m nobody/nothing", "--model-name nobody/nothing: "),
     ("-m ./missing", "--model-name ./missing: "),
-    ("-m broken-config", "--model-name broken-config: It looks like the config file at "),
-    ("-m encoder-decoder", "--model-name encoder-decoder: Unrecognized configuration class "),
+    ("-m broken-config", "--model-name broken-config: OSError: It looks like the config file at "),
+    (
+        "-m encoder-decoder",
+        "--model-name encoder-decoder: ValueError: Unrecognized configuration class ",
+    ),
     ("-m small-vocabulary", "--model-name small-vocabulary: 257 tokens, a vocabulary of 100"),
     ("-m gpt2-of-64 -s 128", "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens"),
     ("-m other-weights", "--model-name other-weights: it lacks weights for "),
-    ("-m half-a-download", "--model-name half-a-download: Error while deserializing header: "),
+    (
+        "-m half-a-download",
+        "--model-name half-a-download: SafetensorError: Error while deserializing header: ",
+    ),
+    ("-m only-an-index", "--model-name only-an-index: FileNotFoundError: No such file "),
+    ("-m bad-sizes", "--model-name bad-sizes: "),
+    ("-m strange-activation", "--model-name strange-activation: KeyError: 'foo'"),
+    ("-d script.py", "--dataset-name script.py: RuntimeError: Dataset scripts are no longer "),
+    ("-d numbers-as-ids.jsonl", "--dataset-name numbers-as-ids.jsonl: TypeError: "),
     ("-d no-rows.jsonl", "--global-batch-size 32: no-rows.jsonl has only 0 sequences "),
 ]
 # What depends on the machine: without a GPU these ask for what is not there.
@@ -109,6 +131,17 @@ def inputs(tmp_path_factory):
     llama.save_pretrained(folder / "other-weights")
     weights = folder / "other-weights" / "model.safetensors"
     save_file({"something.else": torch.zeros(2)}, weights, metadata={"format": "pt"})
+    llama.save_pretrained(folder / "only-an-index")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "only-an-index" / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, more in (
+        ("bad-sizes", {"hidden_size": "x"}),
+        ("strange-activation", {"hidden_act": "foo"}),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(llama.to_dict() | more))
+    (folder / "script.py").write_text("")
+    (folder / "numbers-as-ids.jsonl").write_text('{"input_ids": 3}\n' * 50)
     llama.save_pretrained(folder / "half-a-download")
     (folder / "half-a-download" / "model.safetensors").write_bytes(weights.read_bytes()[:-4])
     return folder
@@ -166,7 +199,11 @@ def test_what_needs_a_gpu(flags, said, inputs):
     ("rung", "flags", "said"),
     [
         ("02-ddp", "--lr 0", "--lr 0.0: must be above 0"),
-        ("03-fsdp", "-d numbers.jsonl", "--dataset-name numbers.jsonl: no column holds text"),
+        (
+            "03-fsdp",
+            "-d numbers.jsonl",
+            "--dataset-name numbers.jsonl: ValueError: no column holds text",
+        ),
         ("03-fsdp", "-m ./missing", "--model-name ./missing: "),
         ("03-fsdp", "--cpu-offload --device cpu", "--cpu-offload: without a GPU everything is "),
     ],

@@ -233,6 +233,11 @@ def test_damage_that_another_rank_finds(copy):
     assert "step-00000012 is damaged (__0_0.distcp)" in out
     assert "step-00000009 is damaged (.metadata)" in out
     assert f"resumed from {copy}/a/step-00000006" in out
+    assert "cpu_offload" in json.loads((copy / "a/step-00000012/state.json").read_text())["flags"]
+    # Rung 01 knows no such flag, and does not take it over.
+    run("01-single-gpu", 1, *named(copy), "--max-steps", "13")
+    state = json.loads((copy / "a/step-00000013/state.json").read_text())
+    assert "cpu_offload" not in state["flags"]
 
 
 def test_nothing_intact_starts_anew_and_keeps_the_damaged(copy, uninterrupted):
@@ -242,6 +247,16 @@ def test_nothing_intact_starts_anew_and_keeps_the_damaged(copy, uninterrupted):
     assert "resumed" not in out
     assert len(list((copy / "a").glob("*.damaged"))) == 4
     assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
+
+
+def test_what_is_not_a_runs_own_stays(copy):
+    """A start removes what a kill has left of a save, and nothing else."""
+    for name in ("step-00000003.tmp", "step-00000006.old", "final_model.old", "step-notes.tmp"):
+        (copy / "a" / name).mkdir()
+    (copy / "a" / "notes.old").write_text("mine")
+    run("01-single-gpu", 1, *named(copy))
+    left = {path.name for path in (copy / "a").iterdir() if path.suffix in (".tmp", ".old")}
+    assert left == {"final_model.old", "step-notes.tmp", "notes.old"}
 
 
 def test_a_finished_run_says_so(copy):

@@ -5,10 +5,12 @@ import os
 import signal
 import time
 import zipfile
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, end, metrics, run, script, start
+from conftest import SMALL, end, load, metrics, run, script, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 NAMED = (*SMALL, "--log-freq", "2", "--max-steps", "6", "--ckpt-freq", "3", "--eval-freq", "3")
@@ -55,6 +57,29 @@ def test_the_numbers_agree_with_each_other(offline):
     assert line["eval/perplexity"] == pytest.approx(torch.tensor(line["eval/loss"]).exp().item())
     assert line["memory/peak_allocated_gb"] >= line["memory/current_allocated_gb"] > 0.1
     assert line["epoch"] == pytest.approx(6 / (6919 // 8))
+
+
+def test_times_are_means_over_the_steps_between_two_log_lines(monkeypatch):
+    """Law 6. A step of 10 + 20 + 30 + 40 ms, logged at every step, then after 3."""
+    load("01-single-gpu")
+    import logs_and_checkpoints as module
+
+    clock = accumulate([0, *[0.01, 0.02, 0.03, 0.04] * 4])
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    log = module.RunLog(None, 0, 4, None, {}, {"device_name": "CPU"})
+    for steps in (1, 3):
+        for _ in range(steps):
+            for phase in ("data", "forward", "backward", "update"):
+                log.lap(phase)
+        means = [10, 20, 30, 40, 100]
+        assert list(log.times().values()) == pytest.approx(means)
+
+
+def test_a_run_that_diverges_ends_and_says_so(tmp_path):
+    """No number is null in metrics.jsonl. The sample is noise, and not a traceback."""
+    flags = (*SMALL, "--max-steps", "4", "--log-freq", "1", "--lr", "1e9", "--warmup-steps", "0")
+    run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *flags)
+    assert metrics(tmp_path / "a")[4]["loss"] is None
 
 
 def archives(folder):

@@ -192,6 +192,37 @@ def test_final_model_in_a_pipeline(tmp_path):
     assert out[0]["generated_text"].startswith(text)
 
 
+def test_the_export_keeps_the_generation_config(pretrained, tmp_path):
+    """Also one that transformers would refuse to save: a temperature without do_sample."""
+    folder = shutil.copytree(pretrained("llama"), tmp_path / "m")
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text()) | {"eos_token_id": [0, 5], "temperature": 0.6}
+    path.write_text(json.dumps(generation))
+    run("01-single-gpu", 1, "-m", folder, "-e", "a", "--save-dir", tmp_path, *FEW)
+    kept = json.loads((tmp_path / "a" / "final_model" / "generation_config.json").read_text())
+    assert kept["eos_token_id"] == [0, 5]
+    assert kept["temperature"] == 0.6
+
+
+def test_an_evaluation_without_targets_costs_no_checkpoint(tmp_path):
+    labels = [[5] * 64] * 90 + [[-100] * 64] * 9
+    rows = [{"input_ids": [5] * 64, "labels": row} for row in labels]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ("-d", tmp_path / "rows.jsonl", "-e", "a", "--save-dir", tmp_path)
+    run("01-single-gpu", 1, *flags, *FEW)
+    assert metrics(tmp_path / "a")[4]["eval/loss"] is None
+    assert (tmp_path / "a" / "step-00000004").exists()
+
+
+def test_a_model_of_text_and_images_trains_its_text_part(tmp_path):
+    """Its sizes stand one level down in its config."""
+    config = transformers.Gemma3Config(text_config={**GROUPED, "head_dim": 8})
+    config.save_pretrained(tmp_path / "m")
+    out = run("01-single-gpu", 1, "-m", tmp_path / "m", *FEW).out
+    assert f"{tmp_path}/m has no tokenizer: its tokens are bytes here" in out
+    assert "step     4/4" in out
+
+
 def test_tied_weights_are_exported_once(pretrained):
     size = (
         (pretrained("llama-tied").parent / "llama-tied/final_model/model.safetensors")

@@ -309,6 +309,7 @@ def test_flags_on_the_command_line_win_over_the_stored(copy):
     state = json.loads((copy / "a" / "step-00000014" / "state.json").read_text())
     assert state["flags"]["global_batch_size"] == 8
     assert state["flags"]["weight_decay"] == 0
+    assert state["flags"]["attn"] == "auto"  # what it came to on one machine binds no other
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,14 @@ def test_formats_give_the_packed_documents(name, data_files, documents, rung_01)
     assert len(held_out) == math.ceil(len(rows) / 20)
 
 
+def test_a_text_file_in_a_folder_below_is_one_document(rung_01, tmp_path):
+    (tmp_path / "d" / "train").mkdir(parents=True)
+    (tmp_path / "d" / "train" / "a.txt").write_text("line\n" * 400)
+    train, _ = read(rung_01, tmp_path / "d")
+    end_of_text = 0
+    assert not any(end_of_text in row["input_ids"].tolist() for row in train)
+
+
 def test_a_tokenizer_without_eos_joins_documents_bare(rung_01):
     tokenizer = rung_01.load_config("tiny", False)[1]
     tokenizer.eos_token = None

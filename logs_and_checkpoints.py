@@ -148,7 +148,7 @@ class RunLog:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 
     def lap(self, phase):
-        """Books the time since the last lap. On a GPU a lap is an event in the stream."""
+        """Books the time since the last lap. On a GPU a lap is an event in the current stream."""
         now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
             now.record()
@@ -162,9 +162,10 @@ class RunLog:
         for (_, before), (phase, now) in zip(self.laps, self.laps[1:], strict=False):
             ms[phase] += before.elapsed_time(now) if self.cuda else 1000 * (now - before)
         ms["total"] = ms.total() - ms["outside"]
+        ms["backward"] += ms["encode"] + ms["travel"]  # gradients that a hook sends within it
         steps = sum(phase == "update" for phase, _ in self.laps[1:])
         self.laps = self.laps[-1:]
-        phases = ("data", "forward", "backward", "update", "total")
+        phases = ["data", "forward", "backward", "update", "total"] + ["encode"] * ("encode" in ms)
         return {f"time/{phase}_ms": ms[phase] / steps for phase in phases}
 
     def step(self, step, metrics):
@@ -204,7 +205,6 @@ class RunLog:
             self.archive_at = time.monotonic() + 300
 
     def close(self):
-        """Ends the run's record."""
         self.bar.close()
         if self.run_dir:
             self.board.close()

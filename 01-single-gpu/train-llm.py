@@ -1,9 +1,9 @@
 """Rung 01: train a language model in one process, on one GPU or on a CPU.
 
-alias run=python
-run train-llm.py
-run train-llm.py -e notes -d notes.txt --max-steps 200
-run train-llm.py -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
+alias run="python train-llm.py"
+run
+run -e notes -d notes.txt --max-steps 200
+run -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Rung 02: a copy of the model in each process, each with its share of every batch (DDP).
 
-alias run="torchrun --standalone --nproc-per-node 2"
-run train-llm.py
-run train-llm.py -e notes -d notes.txt --max-steps 200
-run train-llm.py -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
+alias run="torchrun --standalone --nproc-per-node 2 train-llm.py"
+run
+run -e notes -d notes.txt --max-steps 200
+run -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
 """
 
 import argparse

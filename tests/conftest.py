@@ -14,11 +14,18 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp")
+RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp", "04-compression")
 # Generous: these machines are shared, and slow at times. No test depends on speed.
 TIMEOUT = 600
 # Enough to train, little enough for many runs: 8 sequences of 64 bytes a step.
 SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", "8")
+
+
+def exact(rung, processes):
+    """The flags with which a rung computes what the others do: in 04 two replicas, dense."""
+    if rung != "04-compression":
+        return ()
+    return ("--compression", "none", "--shard-size", max(1, processes // 2))
 
 
 @dataclass
@@ -144,10 +151,12 @@ def hf_home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def curve(tmp_path_factory):
-    """Runs a rung with a name, once per set of flags, and returns its metrics by step."""
+    """Runs a rung with a name, once per set of flags, and returns its metrics by step. Rung 04
+    computes what the others do unless the flags name a compression."""
     done = {}
 
     def curve_of(rung, processes, *flags):
+        flags = flags if "--compression" in flags else (*exact(rung, processes), *flags)
         key = (rung, processes, *flags)
         if key not in done:
             folder = tmp_path_factory.mktemp("curve")

@@ -43,6 +43,18 @@ FLAGS = [
     ("-e a --save-dir a-file", "--save-dir a-file: [Errno 20] Not a directory: 'a-file/a'"),
     ("-e a --save-dir /proc/nowhere", "--save-dir /proc/nowhere: [Errno 2] No such file or "),
 ]
+# those of rung 04, which here has one process,
+COMPRESSION = [
+    ("--compression dpcm", "argument --compression: invalid choice: 'dpcm'"),
+    ("--compression fp16", "argument --compression: invalid choice: 'fp16'"),
+    ("--wire-dtype fp16", "argument --wire-dtype: invalid choice: 'fp16'"),
+    ("--dct-keep 0", "--keep 0.0: must be above 0"),
+    ("--keep 1.5", "--keep 1.5: must be above 0 and at most 1"),
+    ("--keep nan", "--keep nan: must be above 0"),
+    ("--dct-chunk 1", "argument --chunk/--dct-chunk: invalid choice: 1 (choose from 64, 128, "),
+    ("--shard-size 0", "--shard-size 0: must be above 0"),
+    ("--shard-size 3", "--shard-size 3: does not divide 1 processes"),
+]
 # and these once the model and the data have been looked at.
 INPUTS = [
     ("--seq-length 1", "--seq-length 1: tiny takes from 2 to 256 tokens"),
@@ -160,8 +172,11 @@ def rungs():
     return {rung: load(rung) for rung in RUNGS}
 
 
-@pytest.mark.parametrize(("flags", "said"), FLAGS)
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(
+    ("rung", "flags", "said"),
+    [(rung, *case) for rung in RUNGS for case in FLAGS]
+    + [("04-compression", *case) for case in COMPRESSION],
+)
 def test_flags_are_refused_before_anything_starts(
     rung, flags, said, rungs, inputs, monkeypatch, capsys
 ):
@@ -206,6 +221,7 @@ def test_what_needs_a_gpu(flags, said, inputs):
         ),
         ("03-fsdp", "-m ./missing", "--model-name ./missing: "),
         ("03-fsdp", "--cpu-offload --device cpu", "--cpu-offload: without a GPU everything is "),
+        ("04-compression", "--shard-size 2", "--shard-size 2: does not divide 3 processes"),
     ],
 )
 def test_one_line_of_all_ranks(rung, flags, said, inputs):
@@ -214,7 +230,7 @@ def test_one_line_of_all_ranks(rung, flags, said, inputs):
     assert f'{rung}/train-llm.py", line' not in result.err
 
 
-@pytest.mark.parametrize("rung", ["02-ddp", "03-fsdp"])
+@pytest.mark.parametrize("rung", RUNGS[1:])
 def test_rungs_that_need_torchrun_say_so(rung):
     result = finish(start(ROOT / rung / "train-llm.py", None))
     assert result.returncode == 2

@@ -13,6 +13,7 @@ from conftest import (
     SMALL,
     assert_same_curve,
     end,
+    exact,
     finish,
     metrics,
     run,
@@ -32,8 +33,9 @@ CONFIGURATIONS = [
     ("03-fsdp", 1),
     ("03-fsdp", 2),
     ("03-fsdp", 4),
+    ("04-compression", 4),
 ]
-QUICK = [(CONFIGURATIONS[1], CONFIGURATIONS[4])]
+QUICK = [(CONFIGURATIONS[1], CONFIGURATIONS[5])]
 FAULTS = Path(__file__).parent / "faults"
 DIED = -9
 FILES = ["__0_0.distcp", ".metadata", "state.json"]
@@ -51,7 +53,8 @@ def saved_at_ten(tmp_path_factory):
     def folder_of(configuration):
         if configuration not in folders:
             folder = tmp_path_factory.mktemp("ten")
-            run(*configuration, *STEADY, *named(folder), "--max-steps", 10)
+            flags = (*exact(*configuration), *STEADY, *named(folder), "--max-steps", 10)
+            run(*configuration, *flags)
             folders[configuration] = folder
         return folders[configuration]
 
@@ -67,8 +70,9 @@ def thirty(curve):
 def resume_twice(first, second, saved_at_ten, thirty, tmp_path):
     """To step 10 in the first, to 20 in the second, to 30 in the first again."""
     shutil.copytree(saved_at_ten(first), tmp_path, dirs_exist_ok=True)
-    assert "resumed from" in run(*second, *STEADY, *named(tmp_path), "--max-steps", 20).out
-    assert "resumed from" in run(*first, *STEADY, *named(tmp_path), "--max-steps", 30).out
+    for configuration, steps in ((second, 20), (first, 30)):
+        flags = (*exact(*configuration), *STEADY, *named(tmp_path), "--max-steps", steps)
+        assert "resumed from" in run(*configuration, *flags).out
     resumed = metrics(tmp_path / "a")
     assert list(resumed) == list(range(1, 31))
     assert_same_curve(thirty(("01-single-gpu", 1)), resumed, range(1, 31))

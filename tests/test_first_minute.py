@@ -93,7 +93,8 @@ def test_help_has_a_line_for_each_flag(rung):
     assert result.returncode == 0
     for flag in ("--experiment-name", "--global-batch-size", "--comet-offline", "--lr-scheduler"):
         assert flag in result.out
-    assert ("--cpu-offload" in result.out) == (rung == "03-fsdp")
+    assert ("--cpu-offload" in result.out) == (rung >= "03-fsdp")
+    assert ("--compression" in result.out) == (rung >= "04-compression")
 
 
 def test_a_command_of_the_older_course_is_accepted(tmp_path):

@@ -9,7 +9,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
-RUNGS = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1)]
+RUNGS = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
 
 
 @pytest.mark.parametrize(("rung", "processes"), RUNGS[1:])

@@ -1,7 +1,7 @@
 """Law 1: the global batch defines the experiment, hardware only decides how it is cut."""
 
 import pytest
-from conftest import SMALL, assert_same_curve, metrics, mutant, run
+from conftest import SMALL, assert_same_curve, exact, metrics, mutant, run
 
 FIFTY = ("--max-steps", "50", "--dtype", "fp32")
 # A learning rate and a clipping that count.
@@ -13,7 +13,9 @@ def reference(curve, *flags):
     return curve("01-single-gpu", 1, *flags)
 
 
-@pytest.mark.parametrize(("rung", "processes"), [("02-ddp", 2), ("03-fsdp", 4)])
+@pytest.mark.parametrize(
+    ("rung", "processes"), [("02-ddp", 2), ("03-fsdp", 4), ("04-compression", 4)]
+)
 def test_fifty_short_steps(curve, rung, processes):
     flags = (*FIFTY, *SMALL)
     assert_same_curve(reference(curve, *flags), curve(rung, processes, *flags), range(1, 51))
@@ -21,7 +23,7 @@ def test_fifty_short_steps(curve, rung, processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 4])
-@pytest.mark.parametrize("rung", ["02-ddp", "03-fsdp"])
+@pytest.mark.parametrize("rung", ["02-ddp", "03-fsdp", "04-compression"])
 def test_fifty_steps_on_all_rungs(curve, rung, processes):
     assert_same_curve(reference(curve, *FIFTY), curve(rung, processes, *FIFTY), range(1, 51))
 
@@ -29,7 +31,8 @@ def test_fifty_steps_on_all_rungs(curve, rung, processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [2, 4, 8])
 @pytest.mark.parametrize(
-    ("rung", "processes"), [("01-single-gpu", 1), ("02-ddp", 3), ("03-fsdp", 3)]
+    ("rung", "processes"),
+    [("01-single-gpu", 1), ("02-ddp", 3), ("03-fsdp", 3), ("04-compression", 3)],
 )
 def test_fifty_steps_in_any_cut(curve, rung, processes, batch_size):
     """32 does not divide by 3: one rank runs short, and has a micro-batch without targets."""
@@ -48,7 +51,9 @@ def test_a_rank_that_runs_short(curve, rung, processes, batch_size):
     )
 
 
-@pytest.mark.parametrize(("rung", "processes"), [("02-ddp", 3), ("03-fsdp", 2)])
+@pytest.mark.parametrize(
+    ("rung", "processes"), [("02-ddp", 3), ("03-fsdp", 2), ("04-compression", 2)]
+)
 def test_sequences_with_different_numbers_of_targets(curve, masked_data, rung, processes):
     """The loss is the mean over the targets of the global batch, not a mean of means. The mutants
     below must fail what the scripts pass here."""
@@ -91,6 +96,10 @@ MUTANTS = {
         "02-ddp",
         ("            targets[-1] = -100\n", "            pass\n"),
     ),
+    "replicas not averaged": (
+        "04-compression",
+        ("        dist.all_reduce(gradient, group=group)\n", ""),
+    ),
     "weights not dealt out": (
         "03-fsdp",
         (
@@ -101,7 +110,7 @@ MUTANTS = {
 }
 
 
-QUICK = ("no rank stride", "loss not reduced", "mean of means", "weights not dealt out")
+QUICK = ("no rank stride", "mean of means", "replicas not averaged", "weights not dealt out")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +123,7 @@ def test_a_broken_line_is_noticed(curve, masked_data, tmp_path, name):
     processes = 3 if "short" in name else 2
     path = mutant(tmp_path, rung, edit)
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    run(rung, processes, *flags, *named, path=path)
+    run(rung, processes, *exact(rung, processes), *flags, *named, path=path)
     with pytest.raises(AssertionError):
         assert_same_curve(reference(curve, *flags), metrics(tmp_path / "a"), range(1, 9))
 
@@ -133,24 +142,29 @@ COUNT_FSDP = """    calls = []
         module.set_all_reduce_hook(lambda output: calls.append(1))
 """
 HOOKS = {
-    "02-ddp": ("    # Optimizer. The learning", COUNT_DDP + "    # Optimizer. The learning"),
-    "03-fsdp": ("    # Optimizer. The learning", COUNT_FSDP + "    # Optimizer. The learning"),
+    "02-ddp": [("    # Optimizer. The learning", COUNT_DDP + "    # Optimizer. The learning")],
+    "03-fsdp": [("    # Optimizer. The learning", COUNT_FSDP + "    # Optimizer. The learning")],
+    "04-compression": [
+        ("def average(", "calls = []\n\n\ndef average("),
+        ('    lap("backward")\n', '    lap("backward")\n    calls.append(1)\n'),
+    ],
 }
 EVERY = {
     "02-ddp": ("model.require_backward_grad_sync = targets is micro_batches[-1][1]", "pass"),
     "03-fsdp": ("model.set_requires_gradient_sync(targets is micro_batches[-1][1])", "pass"),
 }
+EVERY["04-compression"] = EVERY["03-fsdp"]
+CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 blocks and the root)
 
 
-@pytest.mark.parametrize("rung", ["02-ddp", "03-fsdp"])
+@pytest.mark.parametrize("rung", CALLS)
 def test_gradients_travel_once_per_step(tmp_path, rung):
     """A hook counts what travels: at 4 micro-batches a quarter of what goes out without care."""
     say = ("    log.close()\n", '    log.close()\n    say(f"calls {len(calls)}")\n')
     flags = ("--max-steps", "5", "-s", "64", "--global-batch-size", "8", "-b", "1")
     calls = []
     for name, edits in (("last", ()), ("every", (EVERY[rung],))):
-        path = mutant(tmp_path / name, rung, HOOKS[rung], say, *edits)
-        out = run(rung, 2, *flags, "--eval-sequences", "2", path=path).out
+        path = mutant(tmp_path / name, rung, *HOOKS[rung], say, *edits)
+        out = run(rung, 2, *exact(rung, 2), *flags, "--eval-sequences", "2", path=path).out
         calls.append(int(out.split("calls ")[1].split()[0]))
-    assert calls[0] > 0
-    assert calls[1] == 4 * calls[0]
+    assert calls == [CALLS[rung], 4 * CALLS[rung]]

@@ -1,0 +1,502 @@
+"""Measures what the README and the chapters quote. Each command writes what it measured, and the
+table made of it, to outputs/measured. Timings are ratios within one command on one machine.
+
+    python tests/benchmark.py wire      bytes on a network interface against those that a run logs
+    python tests/benchmark.py link      time of a step on links of 50, 200 and 1000 Mbit/s
+    python tests/benchmark.py encode    speed of encoding and decoding against that of a copy
+    python tests/benchmark.py loss      final loss of each way to compress gradients, two hours
+
+`wire` and `link` need Linux, root, and `ip` and `tc` (Debian: iproute2).
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parent.parent
+MEASURED = ROOT / "outputs" / "measured"
+RUNG_04 = "04-compression"
+
+
+def load(rung):
+    """A rung as a module, to change one of its functions or to call it."""
+    path = ROOT / rung / "train-llm.py"
+    specification = importlib.util.spec_from_file_location("rung", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def write_model(folder, **sizes):
+    """A Llama's config alone: trained from scratch, on bytes."""
+    config = {"model_type": "llama", "vocab_size": 384, "max_position_embeddings": 256}
+    config |= {"bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 4} | sizes
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def torchrun(how, rung, patch, flags):
+    """The command that runs a rung, or with a `patch` the rung with a function changed."""
+    command = [sys.executable, "-m", "torch.distributed.run", *how]
+    script = [__file__, "worker", rung, patch] if patch else [ROOT / rung / "train-llm.py"]
+    return [str(word) for word in [*command, *script, *flags]]
+
+
+def environment(**more):
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
+
+
+def metrics(folder):
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def report(name, head, rows):
+    """Prints a table and writes it to `name`.md."""
+    lines = [head, ["---"] * len(head), *rows]
+    text = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+    print(text)
+    (MEASURED / f"{name}.md").write_text(text)
+
+
+# Changes to a rung: controls, and what was tried and is not in the scripts.
+
+
+def worker(rung, patches, flags):
+    """One process of a rung with functions changed, as `name=value,name=value` says."""
+    module = load(rung)
+    for patch in patches.split(","):
+        name, _, value = patch.partition("=")
+        PATCHES[name](module, value)
+    sys.argv = [str(ROOT / rung / "train-llm.py"), *flags]
+    module.main(*module.parse_args())
+    module.gc.collect()
+    dist.barrier()
+    time.sleep(0.2)
+    dist.destroy_process_group()
+
+
+def silent(module, _):
+    """Gradients stay at home: what else a run sends."""
+
+    module.average = lambda gradient, **how: None
+
+
+def low(module, _):
+    """The classical truncation: the lowest frequencies, always the same ones."""
+
+    def lowest(rows, k, group, leader, lap, traffic):
+        return torch.arange(k, device=rows.device).expand(len(rows), k)
+
+    module.largest = lowest
+
+
+def random_choice(module, _):
+    """Positions drawn from a seed that all replicas have."""
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(rows, k, group, leader, lap, traffic):
+        return torch.rand(rows.shape, generator=draw).topk(k).indices.to(rows.device)
+
+    module.largest = drawn
+
+
+def feedback(module, decay):
+    """What a rank did not send, times `decay`, is added to its next gradient of the same module."""
+    residuals, own = {}, {}
+    average, exchange, largest = module.average, module.exchange, module.largest
+    hook = module.fsdp.FSDPModule.set_all_reduce_hook
+
+    def hook_with_key(self, function):
+        hook(self, partial(function, key=id(self)))
+
+    def exchange_and_note(values, group, wire, lap, traffic):
+        padded = F.pad(values, (0, -len(values) % 256))
+        own["values"] = module.from_bytes(module.to_bytes(padded, wire), wire)[: len(values)]
+        return exchange(values, group, wire, lap, traffic)
+
+    def largest_and_note(*arguments):
+        own["places"] = largest(*arguments)
+        return own["places"]
+
+    def average_with_feedback(gradient, *, key, mode, chunk, **how):
+        if mode == "none":
+            return average(gradient, mode=mode, chunk=chunk, **how)
+        if key in residuals:
+            gradient += float(decay) * residuals[key]
+        given = gradient.clone()
+        average(gradient, mode=mode, chunk=chunk, **how)
+        sent = own["values"]
+        if mode in ("dct", "topk"):
+            places = own["places"]
+            sent = torch.zeros(len(places), chunk).scatter_(1, places, sent.view_as(places))
+        if mode == "dct":
+            sent = sent @ module.dct_basis(chunk, gradient.device)
+        residuals[key] = given - sent.flatten()[: len(given)]
+
+    module.fsdp.FSDPModule.set_all_reduce_hook = hook_with_key
+    module.exchange, module.largest = exchange_and_note, largest_and_note
+    module.average = average_with_feedback
+
+
+def warmup(module, steps):
+    """Dense for the first `steps` of a model of 6 blocks: 7 calls of the hook in each."""
+    average, calls = module.average, Counter()
+
+    def dense_first(gradient, *, mode, **how):
+        calls["all"] += 1
+        average(gradient, mode="none" if calls["all"] <= 7 * int(steps) else mode, **how)
+
+    module.average = dense_first
+
+
+def power_sgd(module, value):
+    """PyTorch's PowerSGD hook on rung 02: rank and dense steps before it, as `16/60`.
+
+    Source: Vogels et al., arXiv:1905.13727."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    rank, warmup = map(int, value.split("/"))
+    how = {"matrix_approximation_rank": rank, "start_powerSGD_iter": warmup}
+    state = power.PowerSGDState(None, **how)
+    wrap, close = module.DistributedDataParallel, module.RunLog.close
+
+    def wrapped(model, **how):
+        model = wrap(model, **how)
+        model.register_comm_hook(state, power.powerSGD_hook)
+        return model
+
+    def close_and_say(log):
+        module.say(f"PowerSGD sent 1/{state.compression_stats()[0]:.2f} of the values")
+        close(log)
+
+    module.DistributedDataParallel, module.RunLog.close = wrapped, close_and_say
+
+
+def fp16_hook(module, _):
+    """PyTorch's hook on rung 02 that casts gradients to fp16."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    wrap = module.DistributedDataParallel
+
+    def wrapped(model, **how):
+        model = wrap(model, **how)
+        model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+        return model
+
+    module.DistributedDataParallel = wrapped
+
+
+PATCHES = {"silent": silent, "low": low, "warmup": warmup}
+PATCHES |= {"random": random_choice, "feedback": feedback}
+PATCHES |= {"powersgd": power_sgd, "fp16": fp16_hook}
+
+
+# Two nodes on one machine: network namespaces, joined by a pair of virtual interfaces.
+
+
+@contextlib.contextmanager
+def two_nodes(mbit=None):
+    """Yields the names of two namespaces. With `mbit` each sends at most so many Mbit/s."""
+    names = [f"ladder-{os.getpid()}-{i}" for i in (0, 1)]
+    ip = partial(subprocess.run, check=True)
+    try:
+        for name in names:
+            ip(["ip", "netns", "add", name])
+        pair = ["ip", "link", "add", "wire", "netns", names[0], "type", "veth"]
+        ip([*pair, "peer", "name", "wire", "netns", names[1]])
+        for i, name in enumerate(names):
+            ip(["ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "wire"])
+            ip(["ip", "-n", name, "link", "set", "wire", "up"])
+            ip(["ip", "-n", name, "link", "set", "lo", "up"])
+            if mbit:
+                burst = max(65536, mbit * 1_000_000 // 8 // 200)
+                limit = ["rate", f"{mbit}mbit", "burst", str(burst), "latency", "200ms"]
+                tc = ["tc", "qdisc", "add", "dev", "wire", "root", "tbf", *limit]
+                ip(["ip", "netns", "exec", name, *tc])
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+
+
+def counted(name):
+    """What a node's interface sent so far, in bytes: payload, without headers.
+
+    Ethernet 14, IP 20, TCP with timestamps 32. A packet of many segments counts as one here."""
+    command = ["ip", "netns", "exec", name, "cat"]
+    command += [f"/sys/class/net/wire/statistics/tx_{what}" for what in ("bytes", "packets")]
+    total, packets = map(int, subprocess.run(command, capture_output=True).stdout.split())
+    return total - 66 * packets
+
+
+def run_on(names, rung, patch, flags):
+    """Runs a rung with a process on each node; its metrics, and payload that each node sent."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = [counted(name) for name in names]
+        processes = []
+        for i, name in enumerate(names):
+            how = ["--nnodes", 2, "--node-rank", i, "--nproc-per-node", 1]
+            how += ["--master-addr", "10.77.0.1", "--master-port", 29500]
+            named = ["-e", "run", "--save-dir", folder]
+            command = torchrun(how, rung, patch, [*flags, *named])
+            processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", name, *command],
+                    env=environment(GLOO_SOCKET_IFNAME="wire"),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for process in processes:
+            errors = process.communicate(timeout=1800)[1]
+            if process.returncode:
+                raise RuntimeError(f"{rung} {patch} {flags}: {errors[-3000:]}")
+        sent = [counted(name) - count for name, count in zip(names, before, strict=True)]
+        return metrics(Path(folder, "run")), sent
+
+
+def small_steps(folder, steps):
+    """Flags of a run of many parameters on few tokens: the link is measured and not the CPU."""
+    sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
+    flags = ["-m", write_model(Path(folder), **sizes), "-s", 64, "--global-batch-size", 8, "-b", 4]
+    flags += ["--max-steps", steps, "--eval-sequences", 1, "--log-freq", 1, "--ckpt-freq", 10**9]
+    return [*flags, "--device", "cpu"]
+
+
+# Ways to compress: --compression, --wire-dtype, --dct-keep.
+COMPRESSIONS = {
+    "none": ("none", "fp32", 1),
+    "bf16": ("bf16", "fp32", 1),
+    "int8": ("int8", "fp32", 1),
+    "int4": ("int4", "fp32", 1),
+    "topk, half in int8": ("topk", "int8", 0.5),
+    "topk, half in int4": ("topk", "int4", 0.5),
+    "topk, quarter in int8": ("topk", "int8", 0.25),
+    "dct, half in fp32": ("dct", "fp32", 0.5),
+    "dct, half in int8": ("dct", "int8", 0.5),
+}
+
+
+def flags_of(way):
+    mode, wire_dtype, keep = COMPRESSIONS[way]
+    flags = ["--shard-size", 1, "--compression", mode, "--wire-dtype", wire_dtype]
+    return [*flags, "--keep", keep]
+
+
+def wire():
+    """Payload per step on the interface, less that of a run without gradients, against the log."""
+    steps = 6
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, two_nodes() as names:
+        flags = small_steps(folder, steps)
+        quiet = statistics.mean(run_on(names, RUNG_04, "silent", [*flags, *flags_of("int8")])[1])
+        for way in COMPRESSIONS:
+            lines, sent = run_on(names, RUNG_04, None, [*flags, *flags_of(way)])
+            seen = (statistics.mean(sent) - quiet) / steps
+            logged = statistics.mean(line["comm/bytes_per_step"] for line in lines)
+            rows.append(
+                [way, f"{logged:,.0f}", f"{seen:,.0f}", f"{100 * (seen / logged - 1):+.2f} %"]
+            )
+            print(rows[-1], flush=True)
+    report("wire", ["mode", "bytes per step, logged", "on the interface", "difference"], rows)
+
+
+SPEEDS = (50, 200, 1000)
+DDP = "rung 02, DDP in fp32"
+
+
+def link():
+    """Time of a step on slow links: median over steps, ratios to DDP on the same link."""
+    modes = {DDP: ("02-ddp", None, ())}
+    modes |= {"rung 02, PyTorch's fp16 hook": ("02-ddp", "fp16", ())}
+    modes |= {"rung 02, PyTorch's PowerSGD, rank 16": ("02-ddp", "powersgd=16/2", ())}
+    modes |= {f"rung 04, {way}": (RUNG_04, None, flags_of(way)) for way in COMPRESSIONS}
+    seconds = {}
+    for mbit in SPEEDS:
+        with tempfile.TemporaryDirectory() as folder, two_nodes(mbit) as names:
+            for mode, (rung, patch, flags) in modes.items():
+                lines, _ = run_on(names, rung, patch, [*small_steps(folder, 8), *flags])
+                times = [line["time/total_ms"] / 1000 for line in lines[3:]]
+                seconds[mode, mbit] = statistics.median(times)
+                print(mode, mbit, round(seconds[mode, mbit], 3), flush=True)
+    rows = []
+    for mode in modes:
+        row = [mode]
+        for mbit in SPEEDS:
+            ratio = seconds[DDP, mbit] / seconds[mode, mbit]
+            row += [f"{seconds[mode, mbit]:.2f}", f"{ratio:.1f} ×"]
+        rows.append(row)
+    head = ["mode"]
+    for mbit in SPEEDS:
+        head += [f"s per step, {mbit} Mbit/s", "speed of DDP"]
+    report("link", head, rows)
+
+
+def encode():
+    """GB/s of fp32 gradients through encoder and decoder, and through a plain copy."""
+    module = load(RUNG_04)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    gradient = torch.randn(2**27 if device.type == "cuda" else 2**23, device=device)
+    laps = []
+
+    def lap(phase):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        laps.append((phase, time.perf_counter()))
+
+    seconds = {}
+    for way in ["copy", *list(COMPRESSIONS)[1:]]:
+        times = []
+        for _ in range(12):
+            laps.clear()
+            if way == "copy":
+                lap("backward")
+                gradient.clone()
+                lap("encode")
+            else:
+                mode, wire_dtype, keep = COMPRESSIONS[way]
+                how = (mode, wire_dtype, 256, keep, 0, lap, Counter())
+                module.average(gradient.clone(), dist.group.WORLD, *how)
+            spent = [
+                now - before
+                for (_, before), (phase, now) in zip(laps, laps[1:], strict=False)
+                if phase == "encode"
+            ]
+            times.append(sum(spent))
+        seconds[way] = statistics.median(times[2:])
+    rows = []
+    for way, spent in seconds.items():
+        speed = gradient.nbytes / spent / 1e9
+        rows.append([way, f"{speed:.2f}", f"{spent / seconds['copy']:.1f}"])
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU core"
+    report(f"encode-{device.type}", [f"mode, {name}", "GB/s of fp32", "times a copy"], rows)
+    dist.destroy_process_group()
+
+
+# Name: patches (see above), --compression, --wire-dtype, --keep, how many seeds.
+MODES = {
+    "dense": (None, "none", "fp32", 1, 2),
+    "bf16": (None, "bf16", "fp32", 1, 1),
+    "int8": (None, "int8", "fp32", 1, 2),
+    "int8, feedback": ("feedback=1", "int8", "fp32", 1, 1),
+    "int4": (None, "int4", "fp32", 1, 2),
+    "int4, feedback": ("feedback=1", "int4", "fp32", 1, 1),
+    "dct, all in int4": (None, "dct", "int4", 1, 1),
+    "topk, half in int8": (None, "topk", "int8", 0.5, 2),
+    "topk, half in int8, feedback": ("feedback=1", "topk", "int8", 0.5, 1),
+    "topk, half in int8, feedback 0.5": ("feedback=0.5", "topk", "int8", 0.5, 1),
+    "topk, half in int4": (None, "topk", "int4", 0.5, 2),
+    "topk, quarter in int8": (None, "topk", "int8", 0.25, 1),
+    "topk, quarter in int8, warm-up": ("warmup=60", "topk", "int8", 0.25, 1),
+    "topk, quarter in int8, feedback 0.5": ("feedback=0.5", "topk", "int8", 0.25, 1),
+    "topk, eighth in int8": (None, "topk", "int8", 0.125, 1),
+    "dct, half in int8": (None, "dct", "int8", 0.5, 2),
+    "dct, half in int8, warm-up, feedback 0.5": ("feedback=0.5,warmup=60", "dct", "int8", 0.5, 1),
+    "dct, low half in fp32": ("low", "dct", "fp32", 0.5, 1),
+    "random half in int8": ("random", "topk", "int8", 0.5, 1),
+    "PowerSGD, rank 16, warm-up": ("powersgd=16/60", None, None, None, 1),
+}
+
+
+def loss():
+    """Trains with each mode on 4 replicas; appends to loss.jsonl, skips what stands there."""
+    results = MEASURED / "loss.jsonl"
+    lines = results.read_text().splitlines() if results.exists() else []
+    done = {(line["mode"], line["seed"]) for line in map(json.loads, lines)}
+    for seed in (0, 1):
+        for mode, (*_, seeds) in MODES.items():
+            if seed < seeds and (mode, seed) not in done:
+                line = train(mode, seed)
+                print(line, flush=True)
+                with results.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+    tabulate()
+
+
+def train(mode, seed):
+    """One run of `loss`: its evaluation at the end and what it sent."""
+    patch, compression, wire_dtype, keep, _ = MODES[mode]
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+        model = write_model(Path(folder, "model"), **sizes)
+        flags = ["-m", model, "-s", 64, "--global-batch-size", 8, "-b", 2]
+        flags += ["--max-steps", 600, "--eval-sequences", 512, "--dtype", "fp32"]
+        flags += ["--device", "cpu", "--seed", seed, "-e", "run", "--save-dir", folder]
+        rung = "02-ddp"
+        if compression:
+            rung = RUNG_04
+            flags += ["--shard-size", 1, "--compression", compression]
+            flags += ["--wire-dtype", wire_dtype, "--keep", keep]
+        command = torchrun(["--standalone", "--nproc-per-node", 4], rung, patch, flags)
+        run = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"{mode}: {run.stderr[-3000:]}")
+        last = metrics(Path(folder, "run"))[-1]
+    ratio = last.get("comm/compression_ratio")
+    if "PowerSGD sent" in run.stdout:
+        ratio = float(run.stdout.split("PowerSGD sent 1/")[1].split()[0])
+    return {"mode": mode, "seed": seed, "loss": last["eval/loss"], "ratio": ratio}
+
+
+def tabulate():
+    """The table and the plot of what `loss` measured so far."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in (MEASURED / "loss.jsonl").read_text().splitlines()]
+    dense = {line["seed"]: line["loss"] for line in lines if line["mode"] == "dense"}
+    points, rows = [], []
+    for mode in MODES:
+        runs = sorted((x for x in lines if x["mode"] == mode), key=lambda x: x["seed"])
+        if runs:
+            above = [100 * (run["loss"] / dense[run["seed"]] - 1) for run in runs]
+            points.append((runs[0]["ratio"], statistics.mean(above), mode))
+            each = ", ".join(f"{run['loss']:.3f}" for run in runs)
+            row = [mode, f"1/{runs[0]['ratio']:.2f}", each]
+            rows.append([*row, f"{statistics.mean(above):+.1f} %"])
+    report("loss", ["mode", "bytes", "final evaluation loss, by seed", "above dense"], rows)
+    front = [p for p in points if not any(q[0] >= p[0] and q[1] < p[1] for q in points)]
+    front.sort()
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    axes.plot([p[0] for p in front], [p[1] for p in front], color="tab:blue", zorder=1)
+    for ratio, above, mode in points:
+        color = "tab:blue" if (ratio, above, mode) in front else "tab:gray"
+        axes.scatter(ratio, above, color=color, zorder=2)
+        axes.annotate(mode, (ratio, above), (5, 4), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", xlabel="times fewer bytes than fp32", ylabel="final loss above dense, %")
+    axes.set_title("5.3 M parameters, 600 steps, 4 replicas. Blue: the Pareto front")
+    figure.tight_layout()
+    figure.savefig(MEASURED / "loss.svg", metadata={"Date": None})
+
+
+COMMANDS = {"wire": wire, "link": link, "encode": encode, "loss": loss, "tabulate": tabulate}
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        worker(sys.argv[2], sys.argv[3], sys.argv[4:])
+    elif len(sys.argv) == 2 and sys.argv[1] in COMMANDS:
+        MEASURED.mkdir(exist_ok=True)
+        COMMANDS[sys.argv[1]]()
+    else:
+        sys.exit(f"{__doc__}\nOne of: {', '.join(COMMANDS)}")

@@ -1,0 +1,271 @@
+"""Rung 04: what its hook computes, what it sends, and that replicas stay equal to the last bit."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import scipy.fft
+import torch
+from compression_worker import MODES
+from conftest import (
+    SMALL,
+    assert_same_curve,
+    finish,
+    load,
+    metrics,
+    mutant,
+    run,
+    same_bits,
+    start,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+RUNG = "04-compression"
+CPU = torch.device("cpu")
+ALL = ("--compression", "dct", "--dct-keep", "1", "--wire-dtype")
+
+
+@pytest.fixture(scope="module")
+def rung():
+    return load(RUNG)
+
+
+@pytest.fixture(scope="module")
+def averages():
+    """By number of replicas: results of the hook for many inputs, from processes that ran it."""
+
+    @cache
+    def averages_of(replicas):
+        here = Path(__file__).parent
+        result = finish(start(here / "compression_worker.py", replicas, PYTHONPATH=str(here)))
+        assert result.returncode == 0, result.err
+        return json.loads(result.out.split("RESULTS")[1].splitlines()[0])
+
+    return averages_of
+
+
+REPLICAS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(chunk=st.integers(2, 600))
+def test_the_basis_is_the_orthonormal_dct(rung, chunk):
+    basis = rung.dct_basis(chunk, CPU)
+    assert torch.allclose(basis @ basis.T, torch.eye(chunk), atol=1e-5)
+    values = torch.randn(7, chunk, generator=torch.Generator().manual_seed(chunk))
+    known = scipy.fft.dct(values.double().numpy(), type=2, norm="ortho")
+    assert torch.allclose((values @ basis.T).double(), torch.from_numpy(known), atol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    wire=st.sampled_from(["fp32", "bf16", "int8", "int4"]),
+    blocks=st.integers(1, 5),
+    scale=st.floats(1e-30, 1e30),
+    seed=st.integers(0, 9),
+)
+def test_a_value_comes_back_within_half_a_level(rung, wire, blocks, scale, seed):
+    """And as many bytes travel as the formula says: a scale of 4 bytes behind 256 integers."""
+    draw = torch.Generator().manual_seed(seed)
+    values = scale * torch.randn(256 * blocks, generator=draw) ** 3
+    rows = rung.to_bytes(values, wire)
+    assert rows.nbytes == blocks * {"fp32": 1024, "bf16": 512, "int8": 260, "int4": 132}[wire]
+    error = (rung.from_bytes(rows, wire) - values).abs().view(blocks, 256)
+    largest = values.abs().view(blocks, 256).amax(1, keepdim=True)
+    if wire == "fp32":
+        assert not error.any()
+    elif wire == "bf16":
+        assert (error <= values.abs().view(blocks, 256) / 256 + 1e-38).all()
+    else:
+        levels = 127 if wire == "int8" else 7
+        assert (error <= largest / levels * 0.5001 + 1e-37).all()
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_all_replicas_get_the_same_bits(averages, replicas):
+    assert len(averages(replicas)) == len(MODES) * 9
+    assert all(case["identical"] for case in averages(replicas))
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_the_mean_is_the_mean(averages, replicas):
+    """Exactly where nothing is lost, near it where values are rounded, never the sum."""
+    bounds = {("none", "fp32", 1): 1e-6, ("dct", "fp32", 1): 1e-6, ("bf16", "fp32", 1): 4e-3}
+    bounds |= {("int8", "fp32", 1): 0.015, ("int4", "fp32", 1): 0.25, ("dct", "int4", 1): 0.25}
+    bounds |= {("dct", wire, 0.5): 0.75 for wire in ("fp32", "bf16", "int8", "int4")}
+    bounds |= {("topk", wire, 0.5): 0.75 for wire in ("fp32", "int8")}
+    for case in averages(replicas):
+        if case["input"] == "zero":
+            assert case["zero"]
+        elif case["input"] == "random" and case["keep"] >= 0.5:
+            assert case["error"] < bounds[case["mode"], case["wire"], case["keep"]], case
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_what_is_not_finite_is_not_hidden(averages, replicas):
+    """On a rank that does not choose what travels, too: a gradient scaler must see it."""
+    cases = [case for case in averages(replicas) if case["input"] in ("nan", "inf")]
+    assert len(cases) == 2 * len(MODES)
+    assert not any(case["finite"] for case in cases)
+    assert all(case["finite"] for case in averages(replicas) if case not in cases)
+
+
+def bytes_sent(case, replicas):
+    """What leaves a rank on average, from the formulas of the collectives."""
+    share = (replicas - 1) / replicas
+    if case["mode"] == "none":
+        return 2 * share * 4 * case["n"]
+    chunks, sparse = -(-case["n"] // 2048) * 8, case["mode"] in ("topk", "dct")
+    values = chunks * max(1, round(256 * case["keep"]))
+    mask = chunks * 256 // 8 if case["keep"] < 1 else 0
+    wire = case["wire"] if sparse else case["mode"]
+    rows = -(-values // (256 * replicas)) * replicas
+    row = {"fp32": 1024, "bf16": 512, "int8": 256 + 4, "int4": 128 + 4}[wire]
+    return share * (2 * rows * row + mask)
+
+
+@pytest.mark.parametrize("replicas", REPLICAS)
+def test_what_is_counted_is_what_is_sent(averages, replicas):
+    for case in averages(replicas):
+        assert case["sent"] == pytest.approx(bytes_sent(case, replicas)), case
+        assert case["dense"] == pytest.approx(2 * (replicas - 1) / replicas * 4 * case["n"])
+        computing = [lap for lap in case["laps"] if lap != "travel"]
+        assert computing[0] == "backward" and set(computing[1:]) <= {"encode"}
+
+
+def test_the_leader_chooses_its_largest(rung):
+    """In a group of one, which leads: half of the spectrum travels, and it is the larger half."""
+    spectrum = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+    class Alone:
+        rank = staticmethod(lambda: 0)
+        size = staticmethod(lambda: 1)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(rung.dist, "broadcast", lambda packed, **how: None)
+        positions = rung.largest(spectrum, 32, Alone, 0, lambda phase: None, {"sent": 0})
+    kept = spectrum.abs().gather(1, positions)
+    assert torch.equal(kept.sort().values, spectrum.abs().sort().values[:, 32:])
+    assert all(len(set(row)) == 32 for row in positions.tolist())
+
+
+def checked(folder):
+    """Rung 04, which ends in an error when parameters or gradients differ between replicas."""
+    lines = """        scaler.update()
+        for tensor in [t for p in model.parameters() for t in (p, p.grad)]:
+            bits = tensor.to_local().view(torch.int32)
+            least, most = bits.clone(), bits.clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=replicas)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=replicas)
+            assert torch.equal(least, most), f"replicas differ at step {step}"
+"""
+    done = ("    log.close()\n", '    log.close()\n    say(f"equal after step {step}")\n')
+    return mutant(folder, RUNG, ("        scaler.update()\n", lines), done)
+
+
+THIRTY = ("--max-steps", "30", "--lr", "2e-3", *SMALL, "-b", "2")
+WAYS = {"none": ("--compression", "none"), "bf16": ("--compression", "bf16")}
+WAYS |= {"int8": ("--compression", "int8"), "int4": ("--compression", "int4")}
+WAYS |= {"topk": ("--compression", "topk", "--wire-dtype", "int4")}
+WAYS |= {"dct": ("--compression", "dct"), "dct-fp32": (*ALL, "fp32")}
+MESHES = [(2, 1), (3, 1), (4, 1), (4, 2)]
+QUICK = {("dct", 4, 2), ("int8", 3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("way", "processes", "shard_size"),
+    [
+        pytest.param(way, *mesh, marks=[] if (way, *mesh) in QUICK else pytest.mark.slow)
+        for way in WAYS
+        for mesh in MESHES
+    ],
+)
+def test_replicas_stay_equal_to_the_last_bit(tmp_path, way, processes, shard_size):
+    """Parameters and gradients, over 30 steps of AdamW with clipping."""
+    flags = (*THIRTY, *WAYS[way], "--shard-size", shard_size)
+    assert "equal after step 30" in run(RUNG, processes, *flags, path=checked(tmp_path)).out
+
+
+def test_replicas_that_differ_are_noticed(tmp_path):
+    """The check above bites: a replica that keeps its own gradient fails it."""
+    path = checked(tmp_path)
+    text = path.read_text()
+    line = "    gradient.copy_(mean[: len(gradient)])\n"
+    assert text.count(line) == 1
+    path.write_text(text.replace(line, "    mean\n"))
+    result = run(RUNG, 2, *THIRTY, "--shard-size", 1, path=path, check=False)
+    assert result.returncode != 0
+    assert "replicas differ at step 1" in result.err
+
+
+NATIVE = (
+    ('mesh, replicas = grid["shard"], ', "mesh, replicas = grid, "),
+    ("module.set_all_reduce_hook(partial(hook, traffic=traffic))", "pass"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "shard_size"), [(2, 1), (4, 2)])
+def test_none_equals_pytorchs_own_hybrid_sharding(tmp_path, processes, shard_size):
+    """The control is what fully_shard does by itself on a mesh of two dimensions."""
+    flags = ("--max-steps", "20", *SMALL, "--shard-size", shard_size, "--log-freq", 1)
+    flags = (*flags, "--compression", "none", "--save-dir", tmp_path)
+    run(RUNG, processes, *flags, "-e", "ours")
+    run(RUNG, processes, *flags, "-e", "native", path=mutant(tmp_path, RUNG, *NATIVE))
+    ours, native = metrics(tmp_path / "ours"), metrics(tmp_path / "native")
+    assert_same_curve(ours, native, range(1, 21), rel_loss=1e-6, rel_norm=1e-6)
+
+
+@pytest.mark.slow
+def test_a_full_spectrum_in_fp32_equals_none(curve):
+    flags = ("--max-steps", "20", *SMALL, "--shard-size", 1)
+    none = curve(RUNG, 2, *flags, "--compression", "none")
+    assert_same_curve(none, curve(RUNG, 2, *flags, *ALL, "fp32"), range(1, 21))
+
+
+def test_a_compressed_run_resumes_to_the_last_bit(tmp_path, curve):
+    """The hook keeps nothing from step to step, so a checkpoint holds nothing of it."""
+    flags = (*SMALL, "--lr-scheduler", "constant", "--shard-size", 1, "--compression", "dct")
+    whole = curve(RUNG, 2, *flags, "--max-steps", 8)
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
+    run(RUNG, 2, *flags, *named, "--max-steps", 5)
+    run(RUNG, 2, *named, "--max-steps", 8)  # the flags stand in the checkpoint
+    assert same_bits(whole, metrics(tmp_path / "a"), range(1, 9))
+
+
+def test_what_a_run_says_of_its_traffic(tmp_path):
+    """Logged bytes are those of the formula, and the break-even follows from them."""
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
+    flags = ("--max-steps", "4", *SMALL, "--shard-size", 1)
+    out = run(RUNG, 2, *flags, "--compression", "int8", *named).out
+    lines = metrics(tmp_path / "a")
+    dense = 664_448 * 4  # half of it twice
+    sent = lines[4]["comm/bytes_per_step"]
+    assert dense / 3.95 < sent < dense / 3.9
+    assert lines[4]["comm/compression_ratio"] == pytest.approx(dense / sent)
+    speed = (dense - sent) / lines[4]["comm/encode_ms"] * 0.008
+    assert f"int8 beats none on links of less than {speed:,.0f} Mbit/s per rank" in out
+    assert "2 replica(s) of 1 shard(s), compression int8\n" in out
+
+
+def test_one_replica_has_nothing_to_compress(tmp_path):
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
+    out = run(RUNG, 2, "--max-steps", "2", *SMALL, *named).out
+    assert (
+        "1 replica(s) of 2 shard(s), compression none: nothing to compress, --shard-size 1" in out
+    )
+    assert metrics(tmp_path / "a")[2]["comm/bytes_per_step"] == 0
+    assert metrics(tmp_path / "a")[2]["comm/compression_ratio"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [("--compile",), ("--dtype", "bf16", "--activation-checkpointing")]
+)
+def test_it_works_with_what_the_other_rungs_have(tmp_path, more):
+    flags = ("--max-steps", "6", *SMALL, "--shard-size", 2, "--max-grad-norm", "0.1", *more)
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
+    run(RUNG, 4, *flags, "--compression", "dct", *named)
+    assert metrics(tmp_path / "a")[6]["loss"] < metrics(tmp_path / "a")[1]["loss"]

@@ -330,8 +330,8 @@ def average(gradient, group, mode, wire, chunk, keep, leader, lap, traffic):
         rows = rows @ dct_basis(chunk, gradient.device).T
     if mode in ("dct", "topk"):
         places = largest(rows, max(1, round(keep * chunk)), group, leader, lap, traffic)
-        mean = exchange(rows.gather(1, places).flatten(), group, wire, lap, traffic)
-        rows = torch.zeros_like(rows).scatter_(1, places, mean.view_as(places))
+        mean = exchange(rows.flatten()[places], group, wire, lap, traffic)
+        rows = torch.zeros_like(rows).flatten().index_copy_(0, places, mean).view_as(rows)
     else:
         rows = exchange(rows.flatten(), group, mode, lap, traffic).view_as(rows)
     if mode == "dct":
@@ -351,11 +351,11 @@ def dct_basis(chunk, device):
 
 
 def largest(rows, k, group, leader, lap, traffic):
-    """Where the `leader` has the `k` largest of each row, (rows, k) int64, told to all replicas.
+    """Where the `leader` has the `k` largest of each row: (k * len(rows),) int64, into flat rows.
     Choices of their own would not add up. They lead in turn, and a choice costs a bit a value.
     Source: CLT-k of ScaleCom, arXiv:2104.11125."""
     if k == rows.shape[1]:
-        return torch.arange(k, device=rows.device).expand_as(rows)
+        return torch.arange(rows.numel(), device=rows.device)
     mask = torch.zeros_like(rows, dtype=torch.uint8)
     if group.rank() == leader:
         mask.scatter_(1, rows.abs().topk(k, sorted=False).indices, 1)
@@ -365,8 +365,8 @@ def largest(rows, k, group, leader, lap, traffic):
     dist.broadcast(packed, group=group, group_src=leader)
     lap("travel")
     traffic["sent"] += (group.size() - 1) / group.size() * packed.nbytes
-    mask = (packed[:, None] & powers > 0).view_as(mask).byte()
-    return mask.argsort(dim=1, descending=True, stable=True)[:, :k]
+    mask = (packed[:, None] & powers).flatten()
+    return torch.nonzero_static(mask, size=k * len(rows)).flatten()
 
 
 def exchange(values, group, wire, lap, traffic):

@@ -100,7 +100,9 @@ def low(module, _):
     """The classical truncation: the lowest frequencies, always the same ones."""
 
     def lowest(rows, k, group, leader, lap, traffic):
-        return torch.arange(k, device=rows.device).expand(len(rows), k)
+        mask = torch.zeros_like(rows)
+        mask[:, :k] = 1
+        return mask.flatten().nonzero().flatten()
 
     module.largest = lowest
 
@@ -110,7 +112,8 @@ def random_choice(module, _):
     draw = torch.Generator().manual_seed(0)
 
     def drawn(rows, k, group, leader, lap, traffic):
-        return torch.rand(rows.shape, generator=draw).topk(k).indices.to(rows.device)
+        chosen = torch.rand(rows.shape, generator=draw).topk(k).indices
+        return torch.zeros(rows.shape).scatter_(1, chosen, 1).flatten().nonzero().flatten()
 
     module.largest = drawn
 
@@ -142,8 +145,8 @@ def feedback(module, decay):
         average(gradient, mode=mode, chunk=chunk, **how)
         sent = own["values"]
         if mode in ("dct", "topk"):
-            places = own["places"]
-            sent = torch.zeros(len(places), chunk).scatter_(1, places, sent.view_as(places))
+            size = -(-len(given) // (8 * chunk)) * 8 * chunk
+            sent = torch.zeros(size).index_copy_(0, own["places"], sent).view(-1, chunk)
         if mode == "dct":
             sent = sent @ module.dct_basis(chunk, gradient.device)
         residuals[key] = given - sent.flatten()[: len(given)]

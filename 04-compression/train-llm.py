@@ -1,4 +1,4 @@
-"""Rung 04: replicas of the sharded model, with compressed gradients between them (int8, DCT).
+"""Rung 04: replicas of the sharded model, gradients between them compressed (int8, top-k, DCT).
 
 alias run="torchrun --standalone --nproc-per-node 2 train-llm.py --shard-size 1"
 run
@@ -96,14 +96,14 @@ def main(args, run_dir, flash):
     # Mixed precision: parameters are gathered in `dtype`, gradients are averaged in fp32.
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp.CPUOffloadPolicy() if args.cpu_offload else fsdp.OffloadPolicy()
-    # Replicas of the model, each in shards. FSDP sees the shards only: what is between is ours.
+    # Replicas of the model, each in shards. FSDP sees one replica: the mean over them is ours.
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
-    sizes = (WORLD_SIZE // shard_size, shard_size)
-    grid = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    shape = (WORLD_SIZE // shard_size, shard_size)
+    grid = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh, replicas = grid["shard"], grid.get_group("replicate")
-    mode = args.compression if sizes[0] > 1 else "none"
-    alone = "" if sizes[0] > 1 else ": nothing to compress, --shard-size 1 makes a replica of each"
-    say(f"{sizes[0]} replica(s) of {shard_size} shard(s), compression {mode}{alone}")
+    mode = args.compression if shape[0] > 1 else "none"
+    alone = "" if shape[0] > 1 else ": nothing to compress, --shard-size 1 makes each process one"
+    say(f"{shape[0]} replica(s) of {shard_size} shard(s), compression {mode}{alone}")
     for module in [*blocks, model]:
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
     model.to_empty(device="cpu" if args.cpu_offload else device)
@@ -148,11 +148,11 @@ def main(args, run_dir, flash):
         micro_batches, num_targets = batches(train, indices, args.batch_size, device)
         dist.all_reduce(num_targets)
         num_targets.clamp_(min=1)  # a step without any has no loss
-        # FSDP calls it with gradients averaged over the shards, when they synchronise, in a stream
-        # of its own. Every module needs it: that of the root is not called for the blocks.
+        # FSDP calls the hook when gradients synchronise, on a GPU in a stream beside the backward.
+        # Every module needs one: that of the root is not called for the blocks.
         traffic = Counter(sent=0, dense=0)
         hook = partial(average, group=replicas, mode=mode, wire=args.wire_dtype, lap=log.lap)
-        hook = partial(hook, chunk=args.chunk, keep=args.keep, leader=step % sizes[0])
+        hook = partial(hook, chunk=args.chunk, keep=args.keep, leader=step % shape[0])
         for module in [*blocks, model]:
             module.set_all_reduce_hook(partial(hook, traffic=traffic))
         optimizer.zero_grad()
@@ -193,7 +193,7 @@ def main(args, run_dir, flash):
             log.lap("outside")
         if step == total_steps and mode != "none":
             # At speed v dense takes dense / v, and this sent / v + encode_ms. On a GPU a backward,
-            # which takes twice its forward, hides as much of both.
+            # which takes twice its forward, hides that much of the sending.
             hidden_ms = 2 * metrics["time/forward_ms"] / count if device.type == "cuda" else 0.0
             speed = min((dense - sent) / encode_ms, dense / (hidden_ms + encode_ms)) * 0.008
             say(f"{mode} beats none on links of less than {max(0, speed):,.0f} Mbit/s per rank")
@@ -320,17 +320,20 @@ def average(gradient, group, mode, wire, chunk, keep, leader, lap, traffic):
     With topk the part `keep` of each `chunk` values travels, with dct that of their spectrum. One
     spectrum of all would be slow, and mean no more: parameters lie there in an arbitrary order."""
     lap("backward")
+    if gradient.is_cuda:  # FSDP made it in another stream, and may let go of it before this is done
+        gradient.record_stream(torch.cuda.current_stream())
     traffic["dense"] += 2 * (group.size() - 1) / group.size() * gradient.nbytes
     if mode == "none":
         traffic["sent"] = traffic["dense"]
         dist.all_reduce(gradient, group=group)
         return gradient.div_(group.size())
-    rows = F.pad(gradient, (0, -len(gradient) % (8 * chunk))).view(-1, chunk)
+    rows = F.pad(gradient, (0, -len(gradient) % chunk)).view(-1, chunk)
     if mode == "dct":
         rows = rows @ dct_basis(chunk, gradient.device).T
     if mode in ("dct", "topk"):
         places = largest(rows, max(1, round(keep * chunk)), group, leader, lap, traffic)
-        mean = exchange(rows.flatten()[places], group, wire, lap, traffic)
+        # Plus 0, or NaN if a value is not finite: one that stays here must not be hidden.
+        mean = exchange(rows.flatten()[places] + 0 * gradient.sum(), group, wire, lap, traffic)
         rows = torch.zeros_like(rows).flatten().index_copy_(0, places, mean).view_as(rows)
     else:
         rows = exchange(rows.flatten(), group, mode, lap, traffic).view_as(rows)
@@ -352,10 +355,8 @@ def dct_basis(chunk, device):
 
 def largest(rows, k, group, leader, lap, traffic):
     """Where the `leader` has the `k` largest of each row: (k * len(rows),) int64, into flat rows.
-    Choices of their own would not add up. They lead in turn, and a choice costs a bit a value.
+    If each chose its own, sums would not match. They lead in turn; a choice costs a bit a value.
     Source: CLT-k of ScaleCom, arXiv:2104.11125."""
-    if k == rows.shape[1]:
-        return torch.arange(rows.numel(), device=rows.device)
     mask = torch.zeros_like(rows, dtype=torch.uint8)
     if group.rank() == leader:
         mask.scatter_(1, rows.abs().topk(k, sorted=False).indices, 1)
@@ -371,8 +372,8 @@ def largest(rows, k, group, leader, lap, traffic):
 
 def exchange(values, group, wire, lap, traffic):
     """The mean over the group of `values`, (n,) fp32, which travel as `wire`.
-    Sums of int8 would overflow. So a rank gets all versions of its part of the values, and sends
-    the part's mean to all: the two halves of a ring all-reduce, with as many values sent."""
+    Their sums would overflow or lose bits. So a rank gets all versions of its part, and sends the
+    part's fp32 mean to all: the two halves of a ring all-reduce, with as many values sent."""
     world = group.size()
     rows = to_bytes(F.pad(values, (0, -len(values) % (256 * world))), wire)
     parts = torch.empty_like(rows)
@@ -389,7 +390,7 @@ def exchange(values, group, wire, lap, traffic):
 
 def to_bytes(values, wire):
     """Rows of uint8, each 256 of `values`, fp32. Integers count in steps of an fp32 `unit` that
-    stands behind them. If a value is not finite, no value of its row will be."""
+    stands behind them, and is not finite if one of the values is not."""
     blocks = values.view(-1, 256)
     if wire in FLOATS:
         return blocks.to(FLOATS[wire]).view(torch.uint8)
@@ -507,9 +508,9 @@ def parse_args():
     add = parser.add_argument_group("gradients between replicas").add_argument
     add("--shard-size", type=int, help="processes of a replica; default: those of a node")
     add("--compression", choices=("none", "bf16", "int8", "int4", "topk", "dct"), default="int8")
-    add("--keep", "--dct-keep", type=float, default=0.5, help="part that topk, dct send")
+    add("--keep", "--dct-keep", type=float, default=0.5, help="what topk and dct send")
     add("--chunk", "--dct-chunk", type=int, choices=(64, 128, 256, 512), default=256)
-    add("--wire-dtype", choices=("fp32", "bf16", "int8", "int4"), default="int8", help="of both")
+    add("--wire-dtype", choices=("fp32", "bf16", "int8", "int4"), default="int8", help="as what")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         fail("this rung needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
@@ -534,8 +535,8 @@ def parse_args():
         fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
     if args.dtype == "fp16" and not gpu:
         fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
-    if WORLD_SIZE % (args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])):
-        fail(f"--shard-size {args.shard_size}: does not divide {WORLD_SIZE} processes")
+    if WORLD_SIZE % (size := args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])):
+        fail(f"--shard-size {size}: does not divide {WORLD_SIZE} processes")
     if args.keep > 1:
         fail(f"--keep {args.keep}: must be above 0 and at most 1")
     args.dtype = args.dtype or ("bf16" if gpu else "fp32")

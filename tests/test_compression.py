@@ -94,8 +94,8 @@ def test_the_mean_is_the_mean(averages, replicas):
     """Exactly where nothing is lost, near it where values are rounded, never the sum."""
     bounds = {("none", "fp32", 1): 1e-6, ("dct", "fp32", 1): 1e-6, ("bf16", "fp32", 1): 4e-3}
     bounds |= {("int8", "fp32", 1): 0.015, ("int4", "fp32", 1): 0.25, ("dct", "int4", 1): 0.25}
-    bounds |= {("dct", wire, 0.5): 0.75 for wire in ("fp32", "bf16", "int8", "int4")}
-    bounds |= {("topk", wire, 0.5): 0.75 for wire in ("fp32", "int8")}
+    bounds |= {("dct", wire, 0.5): 0.68 for wire in ("fp32", "bf16", "int8", "int4")}
+    bounds |= {("topk", wire, 0.5): 0.68 for wire in ("fp32", "int8")}
     for case in averages(replicas):
         if case["input"] == "zero":
             assert case["zero"]
@@ -117,9 +117,9 @@ def bytes_sent(case, replicas):
     share = (replicas - 1) / replicas
     if case["mode"] == "none":
         return 2 * share * 4 * case["n"]
-    chunks, sparse = -(-case["n"] // 2048) * 8, case["mode"] in ("topk", "dct")
+    chunks, sparse = -(-case["n"] // 256), case["mode"] in ("topk", "dct")
     values = chunks * max(1, round(256 * case["keep"]))
-    mask = chunks * 256 // 8 if case["keep"] < 1 else 0
+    mask = chunks * 256 // 8 if sparse else 0
     wire = case["wire"] if sparse else case["mode"]
     rows = -(-values // (256 * replicas)) * replicas
     row = {"fp32": 1024, "bf16": 512, "int8": 256 + 4, "int4": 128 + 4}[wire]
@@ -170,8 +170,8 @@ WAYS = {"none": ("--compression", "none"), "bf16": ("--compression", "bf16")}
 WAYS |= {"int8": ("--compression", "int8"), "int4": ("--compression", "int4")}
 WAYS |= {"topk": ("--compression", "topk", "--wire-dtype", "int4")}
 WAYS |= {"dct": ("--compression", "dct"), "dct-fp32": (*ALL, "fp32")}
-MESHES = [(2, 1), (3, 1), (4, 1), (4, 2)]
-QUICK = {("dct", 4, 2), ("int8", 3, 1)}
+MESHES = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)]
+QUICK = {("dct", 4, 2), ("topk", 3, 1)}
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_replicas_that_differ_are_noticed(tmp_path):
     """The check above bites: a replica that keeps its own gradient fails it."""
     path = checked(tmp_path)
     text = path.read_text()
-    line = "    gradient.copy_(mean[: len(gradient)])\n"
+    line = "    gradient.copy_(rows.flatten()[: len(gradient)])\n"
     assert text.count(line) == 1
-    path.write_text(text.replace(line, "    mean\n"))
+    path.write_text(text.replace(line, ""))
     result = run(RUNG, 2, *THIRTY, "--shard-size", 1, path=path, check=False)
     assert result.returncode != 0
     assert "replicas differ at step 1" in result.err
@@ -250,11 +250,34 @@ def test_what_a_run_says_of_its_traffic(tmp_path):
     assert "2 replica(s) of 1 shard(s), compression int8\n" in out
 
 
+def test_flags_reach_the_hook_and_replicas_lead_in_turn(tmp_path):
+    """A quarter of each 64 values as int4: bytes from the sizes of the modules, by hand."""
+    edits = [("def average(", "leaders = []\n\n\ndef average(")]
+    edits += [
+        ('    lap("backward")\n    if', '    leaders.append(leader)\n    lap("backward")\n    if')
+    ]
+    edits += [("    log.close()\n", '    log.close()\n    say(f"leaders {leaders}")\n')]
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
+    flags = ("--max-steps", "3", *SMALL, "--shard-size", 1, "--compression", "topk")
+    flags = (*flags, "--keep", "0.25", "--chunk", "64", "--wire-dtype", "int4")
+    out = run(RUNG, 2, *flags, *named, path=mutant(tmp_path, RUNG, *edits)).out
+    modules = 4  # three blocks and the root, which holds the two tables
+    assert f"leaders {[1] * modules + [0] * modules + [1] * modules}" in out
+    sent = 0
+    for values in (3 * [188_672]) + [98_432]:
+        travelling = values // 64 * 16
+        rows = -(-travelling // 512) * 2
+        sent += 2 * rows * (128 + 4) / 2  # there and back, half of it to oneself
+        sent += values / 8 / 2  # a bit a value, from one of the two
+    assert metrics(tmp_path / "a")[3]["comm/bytes_per_step"] == sent
+
+
 def test_one_replica_has_nothing_to_compress(tmp_path):
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     out = run(RUNG, 2, "--max-steps", "2", *SMALL, *named).out
     assert (
-        "1 replica(s) of 2 shard(s), compression none: nothing to compress, --shard-size 1" in out
+        "1 replica(s) of 2 shard(s), compression none: nothing to compress, --shard-size 1 makes"
+        in out
     )
     assert metrics(tmp_path / "a")[2]["comm/bytes_per_step"] == 0
     assert metrics(tmp_path / "a")[2]["comm/compression_ratio"] == 1
@@ -266,6 +289,20 @@ def test_one_replica_has_nothing_to_compress(tmp_path):
 )
 def test_it_works_with_what_the_other_rungs_have(tmp_path, more):
     flags = ("--max-steps", "6", *SMALL, "--shard-size", 2, "--max-grad-norm", "0.1", *more)
+    flags = (*flags, "--compression", "topk")
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    run(RUNG, 4, *flags, "--compression", "dct", *named)
+    assert "equal after step 6" in run(RUNG, 4, *flags, *named, path=checked(tmp_path)).out
     assert metrics(tmp_path / "a")[6]["loss"] < metrics(tmp_path / "a")[1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_compressed_run_goes_on_with_other_replicas(tmp_path):
+    """Nothing of the hook is in the checkpoint, so any mesh takes it up, and any mode."""
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
+    flags = (*SMALL, "--lr-scheduler", "constant", *named)
+    run(RUNG, 4, *flags, "--shard-size", 1, "--compression", "topk", "--max-steps", 20)
+    out = run(RUNG, 4, *flags, "--shard-size", 2, "--compression", "int8", "--max-steps", 25).out
+    assert "resumed from" in out
+    lines = metrics(tmp_path / "a")
+    assert list(lines) == list(range(1, 26))
+    assert lines[21]["loss"] == pytest.approx(lines[20]["loss"], rel=0.1)

@@ -117,6 +117,16 @@ def test_the_readme_has_the_true_counts():
             assert cells[3] == str(changed_lines(below, rung))
 
 
+def test_tables_in_prose_are_those_that_were_measured():
+    """What tests/benchmark.py wrote to outputs/measured stands word for word in a README."""
+    prose = "".join(path.read_text() for path in ROOT.glob("*/README.md"))
+    prose += (ROOT / "README.md").read_text()
+    tables = list((ROOT / "outputs" / "measured").glob("*.md"))
+    assert tables
+    for path in tables:
+        assert path.read_text() in prose, path
+
+
 def test_no_new_marks():
     for rung in RUNGS:
         assert "# NEW" not in script(rung).read_text()

@@ -46,7 +46,7 @@ def averages():
     return averages_of
 
 
-REPLICAS = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+REPLICAS = [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @settings(deadline=None, max_examples=40)
@@ -171,7 +171,7 @@ WAYS |= {"int8": ("--compression", "int8"), "int4": ("--compression", "int4")}
 WAYS |= {"topk": ("--compression", "topk", "--wire-dtype", "int4")}
 WAYS |= {"dct": ("--compression", "dct"), "dct-fp32": (*ALL, "fp32")}
 MESHES = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)]
-QUICK = {("dct", 4, 2), ("topk", 3, 1)}
+QUICK = {("dct", 4, 2)}
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def test_a_rank_that_runs_short(curve, rung, processes, batch_size):
 
 
 @pytest.mark.parametrize(
-    ("rung", "processes"), [("02-ddp", 3), ("03-fsdp", 2), ("04-compression", 2)]
+    ("rung", "processes"),
+    [("02-ddp", 3), ("03-fsdp", 2), pytest.param("04-compression", 2, marks=pytest.mark.slow)],
 )
 def test_sequences_with_different_numbers_of_targets(curve, masked_data, rung, processes):
     """The loss is the mean over the targets of the global batch, not a mean of means. The mutants
@@ -110,7 +111,7 @@ MUTANTS = {
 }
 
 
-QUICK = ("no rank stride", "mean of means", "replicas not averaged", "weights not dealt out")
+QUICK = ("no rank stride", "mean of means", "weights not dealt out")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,9 @@ EVERY["04-compression"] = EVERY["03-fsdp"]
 CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 blocks and the root)
 
 
-@pytest.mark.parametrize("rung", CALLS)
+@pytest.mark.parametrize(
+    "rung", ["02-ddp", pytest.param("03-fsdp", marks=pytest.mark.slow), "04-compression"]
+)
 def test_gradients_travel_once_per_step(tmp_path, rung):
     """A hook counts what travels: at 4 micro-batches a quarter of what goes out without care."""
     say = ("    log.close()\n", '    log.close()\n    say(f"calls {len(calls)}")\n')

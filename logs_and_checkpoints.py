@@ -165,8 +165,8 @@ class RunLog:
         ms["backward"] += ms["encode"] + ms["travel"]  # gradients that a hook sends within it
         steps = sum(phase == "update" for phase, _ in self.laps[1:])
         self.laps = self.laps[-1:]
-        phases = ["data", "forward", "backward", "update", "total"] + ["encode"] * ("encode" in ms)
-        return {f"time/{phase}_ms": ms[phase] / steps for phase in phases}
+        phases = ("data", "forward", "backward", "update", "total", "encode")
+        return {f"time/{phase}_ms": ms[phase] / steps for phase in phases if phase in ms}
 
     def step(self, step, metrics):
         """To be called once per optimizer step, with metrics where there are any."""

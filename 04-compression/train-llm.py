@@ -12,7 +12,6 @@ import os
 import shlex
 import sys
 import time
-from collections import Counter
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -150,11 +149,11 @@ def main(args, run_dir, flash):
         num_targets.clamp_(min=1)  # a step without any has no loss
         # FSDP calls the hook when gradients synchronise, on a GPU in a stream beside the backward.
         # Every module needs one: that of the root is not called for the blocks.
-        traffic = Counter(sent=0, dense=0)
-        hook = partial(average, group=replicas, mode=mode, wire=args.wire_dtype, lap=log.lap)
-        hook = partial(hook, chunk=args.chunk, keep=args.keep, leader=step % shape[0])
+        traffic = {"sent": 0.0, "dense": 0.0}
+        hook = partial(average, group=replicas, mode=mode, wire=args.wire_dtype, chunk=args.chunk)
+        hook = partial(hook, keep=args.keep, leader=step % shape[0], lap=log.lap, traffic=traffic)
         for module in [*blocks, model]:
-            module.set_all_reduce_hook(partial(hook, traffic=traffic))
+            module.set_all_reduce_hook(hook)
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
         log.lap("data")
@@ -185,7 +184,8 @@ def main(args, run_dir, flash):
             metrics = {"loss": step_loss.item() / num_targets.item(), "grad_norm": grad_norm.item()}
             metrics |= {"learning_rate": group["lr"], "epoch": step / steps_per_epoch}
             metrics |= log.times() | dict(zip(MEMORY, memory.tolist(), strict=True))
-            sent, dense, encode_ms = *traffic.values(), metrics.pop("time/encode_ms", 0.0)
+            sent, dense = traffic["sent"], traffic["dense"]
+            encode_ms = metrics.pop("time/encode_ms", 0.0)
             metrics |= {"comm/bytes_per_step": sent, "comm/encode_ms": encode_ms}
             metrics["comm/compression_ratio"] = dense / sent if sent else 1.0
         if step == total_steps or (args.eval_freq and step % args.eval_freq == 0):
@@ -327,16 +327,16 @@ def average(gradient, group, mode, wire, chunk, keep, leader, lap, traffic):
         traffic["sent"] = traffic["dense"]
         dist.all_reduce(gradient, group=group)
         return gradient.div_(group.size())
+    if mode not in ("topk", "dct"):
+        gradient.copy_(exchange(gradient, group, mode, lap, traffic))
+        return lap("encode")
     rows = F.pad(gradient, (0, -len(gradient) % chunk)).view(-1, chunk)
     if mode == "dct":
         rows = rows @ dct_basis(chunk, gradient.device).T
-    if mode in ("dct", "topk"):
-        places = largest(rows, max(1, round(keep * chunk)), group, leader, lap, traffic)
-        # Plus 0, or NaN if a value is not finite: one that stays here must not be hidden.
-        mean = exchange(rows.flatten()[places] + 0 * gradient.sum(), group, wire, lap, traffic)
-        rows = torch.zeros_like(rows).flatten().index_copy_(0, places, mean).view_as(rows)
-    else:
-        rows = exchange(rows.flatten(), group, mode, lap, traffic).view_as(rows)
+    places = largest(rows, max(1, round(keep * chunk)), group, leader, lap, traffic)
+    # Plus 0, or NaN if a value is not finite: one that stays here must not be hidden.
+    mean = exchange(rows.flatten()[places] + 0 * gradient.sum(), group, wire, lap, traffic)
+    rows = torch.zeros_like(rows).flatten().index_copy_(0, places, mean).view_as(rows)
     if mode == "dct":
         rows = rows @ dct_basis(chunk, gradient.device)
     gradient.copy_(rows.flatten()[: len(gradient)])

@@ -6,11 +6,11 @@ table made of it, to outputs/measured. Timings are ratios within one command on 
     python tests/benchmark.py encode    speed of encoding and decoding against that of a copy
     python tests/benchmark.py loss      final loss of each way to compress gradients, two hours
 
-`wire` and `link` need Linux, root, and `ip` and `tc` (Debian: iproute2).
+`wire` and `link` need Linux, root, and `ip` and `tc` (Debian: iproute2); `loss` needs matplotlib
+(pip install -e '.[test,benchmark]').
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import statistics
@@ -25,19 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import ROOT, load, metrics
 
-ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "outputs" / "measured"
 RUNG_04 = "04-compression"
-
-
-def load(rung):
-    """A rung as a module, to change one of its functions or to call it."""
-    path = ROOT / rung / "train-llm.py"
-    specification = importlib.util.spec_from_file_location("rung", path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def write_model(folder, **sizes):
@@ -58,11 +49,6 @@ def torchrun(how, rung, patch, flags):
 
 def environment(**more):
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | more
-
-
-def metrics(folder):
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def report(name, head, rows):
@@ -272,7 +258,7 @@ def run_on(names, rung, patch, flags):
             if process.returncode:
                 raise RuntimeError(f"{rung} {patch} {flags}: {errors[-3000:]}")
         sent = [counted(name) - count for name, count in zip(names, before, strict=True)]
-        return metrics(Path(folder, "run")), sent
+        return list(metrics(Path(folder, "run")).values()), sent
 
 
 def small_steps(folder, steps):
@@ -457,7 +443,7 @@ def train(mode, seed):
         run = subprocess.run(command, env=environment(), capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{mode}: {run.stderr[-3000:]}")
-        last = metrics(Path(folder, "run"))[-1]
+        last = metrics(Path(folder, "run"))[600]
     ratio = last.get("comm/compression_ratio")
     if "PowerSGD sent" in run.stdout:
         ratio = float(run.stdout.split("PowerSGD sent 1/")[1].split()[0])
@@ -469,6 +455,7 @@ def tabulate():
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in (MEASURED / "loss.jsonl").read_text().splitlines()]

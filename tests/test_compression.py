@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import scipy.fft
 import torch
 from compression_worker import MODES
 from conftest import (
@@ -52,11 +51,25 @@ REPLICAS = [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=py
 @settings(deadline=None, max_examples=40)
 @given(chunk=st.integers(2, 600))
 def test_the_basis_is_the_orthonormal_dct(rung, chunk):
+    """Against the DCT by way of an FFT. Source: Makhoul, IEEE Transactions on ASSP, 1980."""
     basis = rung.dct_basis(chunk, CPU)
     assert torch.allclose(basis @ basis.T, torch.eye(chunk), atol=1e-5)
-    values = torch.randn(7, chunk, generator=torch.Generator().manual_seed(chunk))
-    known = scipy.fft.dct(values.double().numpy(), type=2, norm="ortho")
-    assert torch.allclose((values @ basis.T).double(), torch.from_numpy(known), atol=1e-5)
+    values = torch.randn(7, chunk, generator=torch.Generator().manual_seed(chunk)).double()
+    mirrored = torch.fft.fft(torch.cat([values, values.flip(1)], dim=1))[:, :chunk]
+    turn = torch.exp(-0.5j * torch.pi / chunk * torch.arange(chunk))
+    known = (mirrored * turn).real / (2 * chunk) ** 0.5
+    known[:, 0] /= 2**0.5
+    assert torch.allclose(values.float() @ basis.T, known.float(), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [2, 3, 64, 100, 128, 256, 512, 600])
+def test_the_basis_is_that_of_scipy(rung, chunk):
+    """Slow, because transformers imports scipy wherever it is installed: 0.4 s in each process."""
+    fft = pytest.importorskip("scipy.fft", reason="needs scipy: pip install -e '.[benchmark]'")
+    values = torch.randn(7, chunk, generator=torch.Generator().manual_seed(chunk)).double()
+    known = torch.from_numpy(fft.dct(values.numpy(), type=2, norm="ortho")).float()
+    assert torch.allclose(values.float() @ rung.dct_basis(chunk, CPU).T, known, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=60)

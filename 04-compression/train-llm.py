@@ -1,4 +1,4 @@
-"""Rung 04: replicas of the sharded model, gradients between them compressed (int8, top-k, DCT).
+"""Rung 04: replicas of the sharded model, gradients between them compressed (int4, parts, DCT).
 
 alias run="torchrun --standalone --nproc-per-node 2 train-llm.py --shard-size 1"
 run
@@ -150,8 +150,12 @@ def main(args, run_dir, flash):
         # FSDP calls the hook when gradients synchronise, on a GPU in a stream beside the backward.
         # Every module needs one: that of the root is not called for the blocks.
         traffic = {"sent": 0.0, "dense": 0.0}
+        # Where a chunk's values travel, in randk and dct: in the same places on all replicas, or no
+        # mean could be made, in others at each step, or parameters would starve (arXiv:1610.05492).
+        places = torch.randperm(args.chunk, generator=torch.Generator().manual_seed(step))
+        places = places[: max(1, round(args.keep * args.chunk))].to(device)
         hook = partial(average, group=replicas, mode=mode, wire=args.wire_dtype, chunk=args.chunk)
-        hook = partial(hook, keep=args.keep, leader=step % shape[0], lap=log.lap, traffic=traffic)
+        hook = partial(hook, places=places, lap=log.lap, traffic=traffic)
         for module in [*blocks, model]:
             module.set_all_reduce_hook(hook)
         optimizer.zero_grad()
@@ -315,10 +319,10 @@ def load_model(config, weights, attn, seed):
     return model.train()
 
 
-def average(gradient, group, mode, wire, chunk, keep, leader, lap, traffic):
+def average(gradient, group, mode, wire, chunk, places, lap, traffic):
     """Puts the mean over the replicas in the place of `gradient`, (n,) fp32: a module's shard.
-    With topk the part `keep` of each `chunk` values travels, with dct that of their spectrum. One
-    spectrum of all would be slow, and mean no more: parameters lie there in an arbitrary order."""
+    With randk what stands at `places` of each `chunk` travels, with dct at those of its spectrum.
+    One spectrum of all would be slow, and mean no more: parameters lie there in any order."""
     lap("backward")
     if gradient.is_cuda:  # FSDP made it in another stream, and may let go of it before this is done
         gradient.record_stream(torch.cuda.current_stream())
@@ -327,16 +331,19 @@ def average(gradient, group, mode, wire, chunk, keep, leader, lap, traffic):
         traffic["sent"] = traffic["dense"]
         dist.all_reduce(gradient, group=group)
         return gradient.div_(group.size())
-    if mode not in ("topk", "dct"):
+    if mode not in ("randk", "dct"):
         gradient.copy_(exchange(gradient, group, mode, lap, traffic))
         return lap("encode")
     rows = F.pad(gradient, (0, -len(gradient) % chunk)).view(-1, chunk)
     if mode == "dct":
         rows = rows @ dct_basis(chunk, gradient.device).T
-    places = largest(rows, max(1, round(keep * chunk)), group, leader, lap, traffic)
+    # Moved by a hash of the chunk's number: else whole columns of a matrix would travel or wait.
+    places = places + (torch.arange(len(rows), device=places.device)[:, None] * 2654435761 >> 16)
+    places %= chunk
     # Plus 0, or NaN if a value is not finite: one that stays here must not be hidden.
-    mean = exchange(rows.flatten()[places] + 0 * gradient.sum(), group, wire, lap, traffic)
-    rows = torch.zeros_like(rows).flatten().index_copy_(0, places, mean).view_as(rows)
+    sent = rows.gather(1, places).flatten() + 0 * gradient.sum()
+    mean = exchange(sent, group, wire, lap, traffic).view_as(places)
+    rows = torch.zeros_like(rows).scatter_(1, places, mean)
     if mode == "dct":
         rows = rows @ dct_basis(chunk, gradient.device)
     gradient.copy_(rows.flatten()[: len(gradient)])
@@ -351,23 +358,6 @@ def dct_basis(chunk, device):
     basis = (2 / chunk) ** 0.5 * torch.cos(torch.pi / chunk * (n + 0.5) * n[:, None])
     basis[0] /= 2**0.5
     return basis.float().to(device)
-
-
-def largest(rows, k, group, leader, lap, traffic):
-    """Where the `leader` has the `k` largest of each row: (k * len(rows),) int64, into flat rows.
-    If each chose its own, sums would not match. They lead in turn; a choice costs a bit a value.
-    Source: CLT-k of ScaleCom, arXiv:2104.11125."""
-    mask = torch.zeros_like(rows, dtype=torch.uint8)
-    if group.rank() == leader:
-        mask.scatter_(1, rows.abs().topk(k, sorted=False).indices, 1)
-    powers = 2 ** torch.arange(8, dtype=torch.uint8, device=mask.device)
-    packed = (mask.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
-    lap("encode")
-    dist.broadcast(packed, group=group, group_src=leader)
-    lap("travel")
-    traffic["sent"] += (group.size() - 1) / group.size() * packed.nbytes
-    mask = (packed[:, None] & powers).flatten()
-    return torch.nonzero_static(mask, size=k * len(rows)).flatten()
 
 
 def exchange(values, group, wire, lap, traffic):
@@ -507,8 +497,8 @@ def parse_args():
     add("--max-grad-norm", type=float, default=1.0)
     add = parser.add_argument_group("gradients between replicas").add_argument
     add("--shard-size", type=int, help="processes of a replica; default: those of a node")
-    add("--compression", choices=("none", "bf16", "int8", "int4", "topk", "dct"), default="int8")
-    add("--keep", "--dct-keep", type=float, default=0.5, help="what topk and dct send")
+    add("--compression", choices=("none", "bf16", "int8", "int4", "randk", "dct"), default="int8")
+    add("--keep", "--dct-keep", type=float, default=0.5, help="what randk and dct send")
     add("--chunk", "--dct-chunk", type=int, choices=(64, 128, 256, 512), default=256)
     add("--wire-dtype", choices=("fp32", "bf16", "int8", "int4"), default="int8", help="as what")
     args = parser.parse_args()

@@ -29,6 +29,8 @@ from conftest import ROOT, load, metrics
 
 MEASURED = ROOT / "outputs" / "measured"
 RUNG_04 = "04-compression"
+# How often the hook is called in a step of the models here.
+BLOCKS_AND_ROOT = 6 + 1
 
 
 def write_model(folder, **sizes):
@@ -82,32 +84,76 @@ def silent(module, _):
     module.average = lambda gradient, **how: None
 
 
-def low(module, _):
+def each(choose):
+    """Makes a patch: places that `choose` chooses for each chunk, in the place of common ones."""
+
+    def patch(module, _):
+        calls, dense = Counter(), module.average
+
+        def average(gradient, *, group, mode, wire, chunk, places, lap, traffic):
+            step = 1 + calls["all"] // BLOCKS_AND_ROOT
+            calls["all"] += 1
+            if mode == "none":
+                return dense(gradient, group, mode, wire, chunk, places, lap, traffic)
+            lap("backward")
+            traffic["dense"] += 2 * (group.size() - 1) / group.size() * gradient.nbytes
+            rows = F.pad(gradient, (0, -len(gradient) % chunk)).view(-1, chunk)
+            if mode == "dct":
+                rows = rows @ module.dct_basis(chunk, gradient.device).T
+            mask = choose(rows, len(places), step, group, lap, traffic)
+            module.chosen = mask.flatten().nonzero().flatten()
+            mean = module.exchange(rows.flatten()[module.chosen], group, wire, lap, traffic)
+            rows = torch.zeros_like(rows).flatten().index_copy_(0, module.chosen, mean)
+            rows = rows.view(-1, chunk)
+            if mode == "dct":
+                rows = rows @ module.dct_basis(chunk, gradient.device)
+            gradient.copy_(rows.flatten()[: len(gradient)])
+            lap("encode")
+
+        module.average = average
+
+    return patch
+
+
+def largest(rows, k, step, group, lap, traffic):
+    """Where one replica has its `k` largest of each chunk, which it tells by a bit a value. The
+    replicas lead in turn. Source: CLT-k of ScaleCom, arXiv:2104.11125."""
+    mask, leader = torch.zeros_like(rows, dtype=torch.uint8), step % group.size()
+    if group.rank() == leader:
+        mask.scatter_(1, rows.abs().topk(k, sorted=False).indices, 1)
+    powers = 2 ** torch.arange(8, dtype=torch.uint8)
+    packed = (mask.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
+    lap("encode")
+    dist.broadcast(packed, group=group, group_src=leader)
+    lap("travel")
+    traffic["sent"] += (group.size() - 1) / group.size() * packed.nbytes
+    return (packed[:, None] & powers).view_as(rows)
+
+
+DRAW = torch.Generator().manual_seed(0)
+
+
+def lowest(rows, k, step, group, lap, traffic):
     """The classical truncation: the lowest frequencies, always the same ones."""
-
-    def lowest(rows, k, group, leader, lap, traffic):
-        mask = torch.zeros_like(rows)
-        mask[:, :k] = 1
-        return mask.flatten().nonzero().flatten()
-
-    module.largest = lowest
+    return torch.arange(rows.shape[1]).expand_as(rows) < k
 
 
-def random_choice(module, _):
-    """Positions drawn from a seed that all replicas have."""
-    draw = torch.Generator().manual_seed(0)
+def common(rows, k, step, group, lap, traffic):
+    """The same places for all chunks."""
+    places = torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(step))
+    return torch.isin(torch.arange(rows.shape[1]), places[:k]).expand_as(rows)
 
-    def drawn(rows, k, group, leader, lap, traffic):
-        chosen = torch.rand(rows.shape, generator=draw).topk(k).indices
-        return torch.zeros(rows.shape).scatter_(1, chosen, 1).flatten().nonzero().flatten()
 
-    module.largest = drawn
+def drawn(rows, k, step, group, lap, traffic):
+    """Places drawn anew for each chunk."""
+    chosen = torch.rand(rows.shape, generator=DRAW).topk(k).indices
+    return torch.zeros(rows.shape).scatter_(1, chosen, 1)
 
 
 def feedback(module, decay):
     """What a rank did not send, times `decay`, is added to its next gradient of the same module."""
     residuals, own = {}, {}
-    average, exchange, largest = module.average, module.exchange, module.largest
+    average, exchange = module.average, module.exchange
     hook = module.fsdp.FSDPModule.set_all_reduce_hook
 
     def hook_with_key(self, function):
@@ -118,37 +164,37 @@ def feedback(module, decay):
         own["values"] = module.from_bytes(module.to_bytes(padded, wire), wire)[: len(values)]
         return exchange(values, group, wire, lap, traffic)
 
-    def largest_and_note(*arguments):
-        own["places"] = largest(*arguments)
-        return own["places"]
-
-    def average_with_feedback(gradient, *, key, mode, chunk, **how):
+    def average_with_feedback(gradient, *, key, mode, chunk, places, **how):
         if mode == "none":
-            return average(gradient, mode=mode, chunk=chunk, **how)
+            return average(gradient, mode=mode, chunk=chunk, places=places, **how)
         if key in residuals:
             gradient += float(decay) * residuals[key]
         given = gradient.clone()
-        average(gradient, mode=mode, chunk=chunk, **how)
+        average(gradient, mode=mode, chunk=chunk, places=places, **how)
         sent = own["values"]
-        if mode in ("dct", "topk"):
+        if mode in ("dct", "randk"):
             size = -(-len(given) // chunk) * chunk
-            sent = torch.zeros(size).index_copy_(0, own["places"], sent).view(-1, chunk)
+            row = torch.arange(size // chunk)[:, None]
+            shifted = row * chunk + (places + (row * 2654435761 >> 16)) % chunk
+            chosen = getattr(module, "chosen", shifted.flatten())
+            sent = torch.zeros(size).index_copy_(0, chosen, sent).view(-1, chunk)
         if mode == "dct":
             sent = sent @ module.dct_basis(chunk, gradient.device)
         residuals[key] = given - sent.flatten()[: len(given)]
 
     module.fsdp.FSDPModule.set_all_reduce_hook = hook_with_key
-    module.exchange, module.largest = exchange_and_note, largest_and_note
-    module.average = average_with_feedback
+    module.exchange, module.average = exchange_and_note, average_with_feedback
 
 
 def warmup(module, steps):
-    """Dense for the first `steps` of a model of 6 blocks: 7 calls of the hook in each."""
+    """Dense for the first `steps`."""
     average, calls = module.average, Counter()
 
     def dense_first(gradient, *, mode, **how):
         calls["all"] += 1
-        average(gradient, mode="none" if calls["all"] <= 7 * int(steps) else mode, **how)
+        average(
+            gradient, mode="none" if calls["all"] <= BLOCKS_AND_ROOT * int(steps) else mode, **how
+        )
 
     module.average = dense_first
 
@@ -191,8 +237,9 @@ def fp16_hook(module, _):
     module.DistributedDataParallel = wrapped
 
 
-PATCHES = {"silent": silent, "low": low, "warmup": warmup}
-PATCHES |= {"random": random_choice, "feedback": feedback}
+PATCHES = {"silent": silent, "warmup": warmup, "feedback": feedback}
+PATCHES |= {"largest": each(largest), "low": each(lowest)}
+PATCHES |= {"common": each(common), "drawn": each(drawn)}
 PATCHES |= {"powersgd": power_sgd, "fp16": fp16_hook}
 
 
@@ -275,9 +322,9 @@ COMPRESSIONS = {
     "bf16": ("bf16", "fp32", 1),
     "int8": ("int8", "fp32", 1),
     "int4": ("int4", "fp32", 1),
-    "topk, half in int8": ("topk", "int8", 0.5),
-    "topk, half in int4": ("topk", "int4", 0.5),
-    "topk, quarter in int8": ("topk", "int8", 0.25),
+    "randk, half in int8": ("randk", "int8", 0.5),
+    "randk, half in int4": ("randk", "int4", 0.5),
+    "randk, quarter in int4": ("randk", "int4", 0.25),
     "dct, half in fp32": ("dct", "fp32", 0.5),
     "dct, half in int8": ("dct", "int8", 0.5),
 }
@@ -367,7 +414,8 @@ def encode():
                 lap("encode")
             else:
                 mode, wire_dtype, keep = COMPRESSIONS[way]
-                how = (mode, wire_dtype, 256, keep, 0, lap, Counter())
+                places = torch.randperm(256)[: round(256 * keep)].to(device)
+                how = (mode, wire_dtype, 256, places, lap, Counter())
                 module.average(gradient.clone(), dist.group.WORLD, *how)
             spent = [
                 now - before
@@ -385,55 +433,70 @@ def encode():
     dist.destroy_process_group()
 
 
-# Name: patches (see above), --compression, --wire-dtype, --keep, how many seeds.
+# The best learning rate of dense, as far as the sweep shows, and one above it, where modes rank
+# otherwise: a mode that takes smaller steps gains there.
+LR, HIGH_LR = 5e-4, 1e-3
+SWEEP = (2.5e-4, 3.5e-4, LR, 7e-4, HIGH_LR)
+# Name: patches (see above), --compression, --wire-dtype, --keep; seeds at LR, seeds at HIGH_LR.
 MODES = {
-    "dense": (None, "none", "fp32", 1, 2),
-    "bf16": (None, "bf16", "fp32", 1, 1),
-    "int8": (None, "int8", "fp32", 1, 2),
-    "int8, feedback": ("feedback=1", "int8", "fp32", 1, 1),
-    "int4": (None, "int4", "fp32", 1, 2),
-    "int4, feedback": ("feedback=1", "int4", "fp32", 1, 1),
-    "dct, all in int4": (None, "dct", "int4", 1, 1),
-    "topk, half in int8": (None, "topk", "int8", 0.5, 2),
-    "topk, half in int8, feedback": ("feedback=1", "topk", "int8", 0.5, 1),
-    "topk, half in int8, feedback 0.5": ("feedback=0.5", "topk", "int8", 0.5, 1),
-    "topk, half in int4": (None, "topk", "int4", 0.5, 2),
-    "topk, quarter in int8": (None, "topk", "int8", 0.25, 1),
-    "topk, quarter in int8, warm-up": ("warmup=60", "topk", "int8", 0.25, 1),
-    "topk, quarter in int8, feedback 0.5": ("feedback=0.5", "topk", "int8", 0.25, 1),
-    "topk, eighth in int8": (None, "topk", "int8", 0.125, 1),
-    "dct, half in int8": (None, "dct", "int8", 0.5, 2),
-    "dct, half in int8, warm-up, feedback 0.5": ("feedback=0.5,warmup=60", "dct", "int8", 0.5, 1),
-    "dct, low half in fp32": ("low", "dct", "fp32", 0.5, 1),
-    "random half in int8": ("random", "topk", "int8", 0.5, 1),
-    "PowerSGD, rank 16, warm-up": ("powersgd=16/60", None, None, None, 1),
+    "dense": (None, "none", "fp32", 1, 2, 2),
+    "bf16": (None, "bf16", "fp32", 1, 1, 1),
+    "int8": (None, "int8", "fp32", 1, 2, 2),
+    "int8, feedback": ("feedback=1", "int8", "fp32", 1, 1, 0),
+    "int4": (None, "int4", "fp32", 1, 2, 2),
+    "randk, half in int8": (None, "randk", "int8", 0.5, 2, 0),
+    "randk, half in int4": (None, "randk", "int4", 0.5, 2, 0),
+    "randk, quarter in int4": (None, "randk", "int4", 0.25, 1, 0),
+    "randk, half in int4, feedback 0.5": ("feedback=0.5", "randk", "int4", 0.5, 1, 0),
+    "dct, all in int4": (None, "dct", "int4", 1, 1, 0),
+    "dct, half in int8": (None, "dct", "int8", 0.5, 2, 0),
+    "dct, low half in fp32": ("low", "dct", "fp32", 0.5, 1, 1),
+    "dct, largest half in int8": ("largest", "dct", "int8", 0.5, 1, 2),
+    "dct, largest half in int8, warm-up, feedback 0.5": (
+        "largest,feedback=0.5,warmup=60",
+        "dct",
+        "int8",
+        0.5,
+        1,
+        0,
+    ),
+    "largest half in int8": ("largest", "randk", "int8", 0.5, 1, 2),
+    "largest half in int8, feedback 0.5": ("largest,feedback=0.5", "randk", "int8", 0.5, 1, 1),
+    "largest half in int4": ("largest", "randk", "int4", 0.5, 1, 2),
+    "largest quarter in int8": ("largest", "randk", "int8", 0.25, 1, 1),
+    "drawn for each chunk, half in int8": ("drawn", "randk", "int8", 0.5, 1, 1),
+    "the same places in all chunks, half in int8": ("common", "randk", "int8", 0.5, 1, 0),
+    "PowerSGD, rank 16, warm-up": ("powersgd=16/60", None, None, None, 1, 1),
 }
 
 
 def loss():
     """Trains with each mode on 4 replicas; appends to loss.jsonl, skips what stands there."""
+    runs = [("dense", 0, lr) for lr in SWEEP]
+    for seed in (0, 1):
+        runs += [(mode, seed, LR) for mode, (*_, seeds, _) in MODES.items() if seed < seeds]
+        runs += [(mode, seed, HIGH_LR) for mode, (*_, seeds) in MODES.items() if seed < seeds]
     results = MEASURED / "loss.jsonl"
     lines = results.read_text().splitlines() if results.exists() else []
-    done = {(line["mode"], line["seed"]) for line in map(json.loads, lines)}
-    for seed in (0, 1):
-        for mode, (*_, seeds) in MODES.items():
-            if seed < seeds and (mode, seed) not in done:
-                line = train(mode, seed)
-                print(line, flush=True)
-                with results.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+    done = {(line["mode"], line["seed"], line["lr"]) for line in map(json.loads, lines)}
+    for run in dict.fromkeys(runs):
+        if run not in done:
+            line = train(*run)
+            print(line, flush=True)
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
     tabulate()
 
 
-def train(mode, seed):
+def train(mode, seed, lr):
     """One run of `loss`: its evaluation at the end and what it sent."""
-    patch, compression, wire_dtype, keep, _ = MODES[mode]
+    patch, compression, wire_dtype, keep, *_ = MODES[mode]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
         model = write_model(Path(folder, "model"), **sizes)
         flags = ["-m", model, "-s", 64, "--global-batch-size", 8, "-b", 2]
         flags += ["--max-steps", 600, "--eval-sequences", 512, "--dtype", "fp32"]
-        flags += ["--device", "cpu", "--seed", seed, "-e", "run", "--save-dir", folder]
+        flags += ["--device", "cpu", "--seed", seed, "--lr", lr, "-e", "run", "--save-dir", folder]
         rung = "02-ddp"
         if compression:
             rung = RUNG_04
@@ -447,11 +510,11 @@ def train(mode, seed):
     ratio = last.get("comm/compression_ratio")
     if "PowerSGD sent" in run.stdout:
         ratio = float(run.stdout.split("PowerSGD sent 1/")[1].split()[0])
-    return {"mode": mode, "seed": seed, "loss": last["eval/loss"], "ratio": ratio}
+    return {"mode": mode, "seed": seed, "lr": lr, "loss": last["eval/loss"], "ratio": ratio}
 
 
 def tabulate():
-    """The table and the plot of what `loss` measured so far."""
+    """The tables and the plot of what `loss` measured so far."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -459,17 +522,24 @@ def tabulate():
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in (MEASURED / "loss.jsonl").read_text().splitlines()]
-    dense = {line["seed"]: line["loss"] for line in lines if line["mode"] == "dense"}
+    lines.sort(key=lambda line: line["seed"])
+    dense = {(x["seed"], x["lr"]): x["loss"] for x in lines if x["mode"] == "dense"}
+    sweep = [[f"{lr:g}", f"{dense[0, lr]:.3f}"] for lr in SWEEP]
+    report("learning-rate", ["learning rate", "final evaluation loss of dense, seed 0"], sweep)
     points, rows = [], []
     for mode in MODES:
-        runs = sorted((x for x in lines if x["mode"] == mode), key=lambda x: x["seed"])
-        if runs:
-            above = [100 * (run["loss"] / dense[run["seed"]] - 1) for run in runs]
-            points.append((runs[0]["ratio"], statistics.mean(above), mode))
-            each = ", ".join(f"{run['loss']:.3f}" for run in runs)
-            row = [mode, f"1/{runs[0]['ratio']:.2f}", each]
-            rows.append([*row, f"{statistics.mean(above):+.1f} %"])
-    report("loss", ["mode", "bytes", "final evaluation loss, by seed", "above dense"], rows)
+        row = [mode, ""]
+        for lr in (LR, HIGH_LR):
+            runs = [x for x in lines if x["mode"] == mode and x["lr"] == lr]
+            above = [100 * (x["loss"] / dense[x["seed"], lr] - 1) for x in runs]
+            row.append(", ".join(f"{x['loss']:.3f}" for x in runs))
+            row.append(f"{statistics.mean(above):+.1f} %" if runs else "")
+            row[1] = f"1/{runs[0]['ratio']:.2f}" if runs else row[1]
+            if runs and lr == LR:
+                points.append((runs[0]["ratio"], statistics.mean(above), mode))
+        rows.append(row)
+    head = ["mode", "bytes", f"final loss at {LR:g}, by seed", "above dense"]
+    report("loss", [*head, f"at {HIGH_LR:g}", "above dense"], rows)
     front = [p for p in points if not any(q[0] >= p[0] and q[1] < p[1] for q in points)]
     front.sort()
     figure, axes = pyplot.subplots(figsize=(9, 5.5))

@@ -107,18 +107,20 @@ def test_the_mean_is_the_mean(averages, replicas):
     """Exactly where nothing is lost, near it where values are rounded, never the sum."""
     bounds = {("none", "fp32", 1): 1e-6, ("dct", "fp32", 1): 1e-6, ("bf16", "fp32", 1): 4e-3}
     bounds |= {("int8", "fp32", 1): 0.015, ("int4", "fp32", 1): 0.25, ("dct", "int4", 1): 0.25}
-    bounds |= {("dct", wire, 0.5): 0.68 for wire in ("fp32", "bf16", "int8", "int4")}
-    bounds |= {("topk", wire, 0.5): 0.68 for wire in ("fp32", "int8")}
+    bounds |= {("dct", wire, 0.5): 0.8 for wire in ("fp32", "bf16", "int8", "int4")}
+    bounds |= {("randk", "fp32", 1): 1e-6}
+    # Half of the energy is missing, of few values more or less of it.
+    bounds |= {("randk", wire, 0.5): 0.8 for wire in ("fp32", "int4")}
     for case in averages(replicas):
         if case["input"] == "zero":
             assert case["zero"]
-        elif case["input"] == "random" and case["keep"] >= 0.5:
+        elif case["input"] == "random" and case["keep"] >= 0.5 and case["n"] > 2000:
             assert case["error"] < bounds[case["mode"], case["wire"], case["keep"]], case
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_what_is_not_finite_is_not_hidden(averages, replicas):
-    """On a rank that does not choose what travels, too: a gradient scaler must see it."""
+    """Where it does not travel, too: a gradient scaler must see it."""
     cases = [case for case in averages(replicas) if case["input"] in ("nan", "inf")]
     assert len(cases) == 2 * len(MODES)
     assert not any(case["finite"] for case in cases)
@@ -130,13 +132,12 @@ def bytes_sent(case, replicas):
     share = (replicas - 1) / replicas
     if case["mode"] == "none":
         return 2 * share * 4 * case["n"]
-    chunks, sparse = -(-case["n"] // 256), case["mode"] in ("topk", "dct")
+    chunks, sparse = -(-case["n"] // 256), case["mode"] in ("randk", "dct")
     values = chunks * max(1, round(256 * case["keep"])) if sparse else case["n"]
-    mask = chunks * 256 // 8 if sparse else 0
     wire = case["wire"] if sparse else case["mode"]
     rows = -(-values // (256 * replicas)) * replicas
     row = {"fp32": 1024, "bf16": 512, "int8": 256 + 4, "int4": 128 + 4}[wire]
-    return share * (2 * rows * row + mask)
+    return share * 2 * rows * row
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
@@ -149,11 +150,10 @@ def test_what_is_counted_is_what_is_sent(averages, replicas):
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_the_leader_chooses_its_largest(averages, replicas):
-    """Half of its values travel, and they are its larger half; each replica leads in some case."""
-    cases = [case for case in averages(replicas) if case["leads"] is not None]
-    assert {case["leader"] for case in cases} == set(range(replicas))
-    assert all(case["leads"] for case in cases)
+def test_what_travels_is_exact_and_the_rest_is_zero(averages, replicas):
+    cases = [case for case in averages(replicas) if case["exact"] is not None]
+    assert len(cases) == 9
+    assert all(case["exact"] for case in cases if case["finite"]), cases
 
 
 def checked(folder):
@@ -173,7 +173,7 @@ def checked(folder):
 THIRTY = ("--max-steps", "30", "--lr", "2e-3", *SMALL, "-b", "2")
 WAYS = {"none": ("--compression", "none"), "bf16": ("--compression", "bf16")}
 WAYS |= {"int8": ("--compression", "int8"), "int4": ("--compression", "int4")}
-WAYS |= {"topk": ("--compression", "topk", "--wire-dtype", "int4")}
+WAYS |= {"randk": ("--compression", "randk", "--wire-dtype", "int4")}
 WAYS |= {"dct": ("--compression", "dct"), "dct-fp32": (*ALL, "fp32")}
 MESHES = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)]
 QUICK = {("dct", 4, 2)}
@@ -255,25 +255,32 @@ def test_what_a_run_says_of_its_traffic(tmp_path):
     assert "2 replica(s) of 1 shard(s), compression int8\n" in out
 
 
-def test_flags_reach_the_hook_and_replicas_lead_in_turn(tmp_path):
+def test_flags_reach_the_hook_and_places_change(tmp_path):
     """A quarter of each 64 values as int4: bytes from the sizes of the modules, by hand."""
-    edits = [("def average(", "leaders = []\n\n\ndef average(")]
+    edits = [("def average(", "seen = []\n\n\ndef average(")]
+    before = '    lap("backward")\n    if'
+    edits += [(before, f"    seen.append(sorted(places.tolist()))\n{before}")]
     edits += [
-        ('    lap("backward")\n    if', '    leaders.append(leader)\n    lap("backward")\n    if')
+        ("    log.close()\n", '    log.close()\n    print(f"seen {dist.get_rank()} {seen}")\n')
     ]
-    edits += [("    log.close()\n", '    log.close()\n    say(f"leaders {leaders}")\n')]
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    flags = ("--max-steps", "3", *SMALL, "--shard-size", 1, "--compression", "topk")
+    flags = ("--max-steps", "40", *SMALL, "--shard-size", 1, "--compression", "randk")
     flags = (*flags, "--keep", "0.25", "--chunk", "64", "--wire-dtype", "int4")
     out = run(RUNG, 2, *flags, *named, path=mutant(tmp_path, RUNG, *edits)).out
+    seen = [
+        json.loads(line.split(f"seen {r} ")[1])
+        for r in (0, 1)
+        for line in out.splitlines()
+        if f"seen {r} " in line
+    ]
     modules = 4  # three blocks and the root, which holds the two tables
-    assert f"leaders {[1] * modules + [0] * modules + [1] * modules}" in out
+    assert len(seen) == 2 and seen[0] == seen[1] and len(seen[0]) == 40 * modules
+    assert all(len(set(places)) == 16 for places in seen[0])
+    assert {place for places in seen[0] for place in places} == set(range(64))
     sent = 0
     for values in (3 * [188_672]) + [98_432]:
-        travelling = values // 64 * 16
-        rows = -(-travelling // 512) * 2
+        rows = -(-(values // 64 * 16) // 512) * 2
         sent += 2 * rows * (128 + 4) / 2  # there and back, half of it to oneself
-        sent += values / 8 / 2  # a bit a value, from one of the two
     assert metrics(tmp_path / "a")[3]["comm/bytes_per_step"] == sent
 
 
@@ -294,7 +301,7 @@ def test_one_replica_has_nothing_to_compress(tmp_path):
 )
 def test_it_works_with_what_the_other_rungs_have(tmp_path, more):
     flags = ("--max-steps", "6", *SMALL, "--shard-size", 2, "--max-grad-norm", "0.1", *more)
-    flags = (*flags, "--compression", "topk")
+    flags = (*flags, "--compression", "randk")
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     assert "equal after step 6" in run(RUNG, 4, *flags, *named, path=checked(tmp_path)).out
     assert metrics(tmp_path / "a")[6]["loss"] < metrics(tmp_path / "a")[1]["loss"]
@@ -305,7 +312,7 @@ def test_a_compressed_run_goes_on_with_other_replicas(tmp_path):
     """Nothing of the hook is in the checkpoint, so any mesh takes it up, and any mode."""
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     flags = (*SMALL, "--lr-scheduler", "constant", *named)
-    run(RUNG, 4, *flags, "--shard-size", 1, "--compression", "topk", "--max-steps", 20)
+    run(RUNG, 4, *flags, "--shard-size", 1, "--compression", "randk", "--max-steps", 20)
     out = run(RUNG, 4, *flags, "--shard-size", 2, "--compression", "int8", "--max-steps", 25).out
     assert "resumed from" in out
     lines = metrics(tmp_path / "a")

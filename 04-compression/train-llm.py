@@ -1,4 +1,4 @@
-"""Rung 04: replicas of the sharded model, gradients between them compressed (int4, parts, DCT).
+"""Rung 04: replicas of the sharded model, gradients between them compressed (int4, rand-k, DCT).
 
 alias run="torchrun --standalone --nproc-per-node 2 train-llm.py --shard-size 1"
 run
@@ -153,7 +153,7 @@ def main(args, run_dir, flash):
         # Where a chunk's values travel, in randk and dct: in the same places on all replicas, or no
         # mean could be made, in others at each step, or parameters would starve (arXiv:1610.05492).
         places = torch.randperm(args.chunk, generator=torch.Generator().manual_seed(step))
-        places = places[: max(1, round(args.keep * args.chunk))].to(device)
+        places = places[: max(1, round(args.keep * args.chunk))].to(device, non_blocking=True)
         hook = partial(average, group=replicas, mode=mode, wire=args.wire_dtype, chunk=args.chunk)
         hook = partial(hook, places=places, lap=log.lap, traffic=traffic)
         for module in [*blocks, model]:
@@ -498,9 +498,11 @@ def parse_args():
     add = parser.add_argument_group("gradients between replicas").add_argument
     add("--shard-size", type=int, help="processes of a replica; default: those of a node")
     add("--compression", choices=("none", "bf16", "int8", "int4", "randk", "dct"), default="int8")
-    add("--keep", "--dct-keep", type=float, default=0.5, help="what randk and dct send")
-    add("--chunk", "--dct-chunk", type=int, choices=(64, 128, 256, 512), default=256)
-    add("--wire-dtype", choices=("fp32", "bf16", "int8", "int4"), default="int8", help="as what")
+    add("--keep", "--dct-keep", type=float, default=0.5, help="the part that randk and dct send")
+    sizes = {"choices": (64, 128, 256, 512), "default": 256}
+    add("--chunk", "--dct-chunk", type=int, help="values of a spectrum, or of a draw", **sizes)
+    wires = {"choices": ("fp32", "bf16", "int8", "int4"), "default": "int8"}
+    add("--wire-dtype", help="how randk and dct send values", **wires)
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         fail("this rung needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")

@@ -107,15 +107,16 @@ def test_the_mean_is_the_mean(averages, replicas):
     """Exactly where nothing is lost, near it where values are rounded, never the sum."""
     bounds = {("none", "fp32", 1): 1e-6, ("dct", "fp32", 1): 1e-6, ("bf16", "fp32", 1): 4e-3}
     bounds |= {("int8", "fp32", 1): 0.015, ("int4", "fp32", 1): 0.25, ("dct", "int4", 1): 0.25}
-    bounds |= {("dct", wire, 0.5): 0.8 for wire in ("fp32", "bf16", "int8", "int4")}
     bounds |= {("randk", "fp32", 1): 1e-6}
-    # Half of the energy is missing, of few values more or less of it.
-    bounds |= {("randk", wire, 0.5): 0.8 for wire in ("fp32", "int4")}
+    # Half of the energy is missing: an error of the root of a half. Of few values more, or less.
+    bounds |= {("dct", wire, 0.5): 0.73 for wire in ("fp32", "bf16", "int8", "int4")}
+    bounds |= {("randk", wire, 0.5): 0.73 for wire in ("fp32", "int4")}
     for case in averages(replicas):
         if case["input"] == "zero":
             assert case["zero"]
-        elif case["input"] == "random" and case["keep"] >= 0.5 and case["n"] > 2000:
-            assert case["error"] < bounds[case["mode"], case["wire"], case["keep"]], case
+        elif case["input"] == "random" and (case["keep"] == 1 or case["n"] > 2000):
+            bound = bounds.get((case["mode"], case["wire"], case["keep"]), 1)
+            assert case["error"] < bound, case
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)

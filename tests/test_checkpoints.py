@@ -132,7 +132,8 @@ def test_a_kill_inside_a_save(instant, uninterrupted, tmp_path):
     assert (tmp_path / "a" / "final_model" / "step-00000012").exists()
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_of_one_rank_inside_a_save(victim, uninterrupted, tmp_path):
     flags = (*SAVING, *named(tmp_path))
     faults = {"PYTHONPATH": str(FAULTS), "STRIKE_RANK": str(victim)}

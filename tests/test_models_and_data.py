@@ -372,7 +372,9 @@ PROBES = {
 }
 
 
-@pytest.mark.parametrize("flag", PROBES)
+@pytest.mark.parametrize(
+    "flag", [pytest.param(f, marks=[pytest.mark.slow] if "compile" in f else []) for f in PROBES]
+)
 def test_switches_do_what_they_claim(flag, tmp_path):
     edit = ("    log.close()\n", f"    log.close()\n    print('probe', {PROBES[flag]})\n")
     path = mutant(tmp_path, "01-single-gpu", edit)

@@ -178,6 +178,10 @@ WAYS |= {"randk": ("--compression", "randk", "--wire-dtype", "int4")}
 WAYS |= {"dct": ("--compression", "dct"), "dct-fp32": (*ALL, "fp32")}
 MESHES = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)]
 QUICK = {("dct", 2, 1)}
+# Each way on two replicas, on four, and on two in two shards. On the others one of each kind: all
+# values, some, some of the spectrum. test_all_replicas_get_the_same_bits has all ways everywhere.
+EVERY_WAY = [(2, 1), (4, 1), (4, 2)]
+OFTEN = ["int8", "randk", "dct"]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +190,7 @@ QUICK = {("dct", 2, 1)}
         pytest.param(way, *mesh, marks=[] if (way, *mesh) in QUICK else pytest.mark.slow)
         for way in WAYS
         for mesh in MESHES
+        if mesh in EVERY_WAY or way in OFTEN
     ],
 )
 def test_replicas_stay_equal_to_the_last_bit(tmp_path, way, processes, shard_size):

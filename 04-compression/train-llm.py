@@ -37,7 +37,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()
-DEFINING = "model_name from_scratch dataset_name dataset_subset seq_length seed global_batch_size"
+DEFINING = ("model", "from_scratch", "data", "streaming", "seq_length", "seed", "global_batch_size")
 ZERO_OK = {"seed", "warmup_steps", "weight_decay", "eval_freq"}
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCHEDULERS = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
@@ -510,10 +510,10 @@ def parse_args():
     stored = next((x["flags"] for _, x in checkpoints(run_dir) if x), {}) if run_dir else {}
     parser.set_defaults(**{k: stored[k] for k in vars(args) if k in stored})  # those given win
     args = parser.parse_args()
-    for key, value in vars(args).items():
+    for key, value in ({"streaming": None} | vars(args)).items():
         flag = f"--{key.replace('_', '-')} {value}"
-        if stored and key in DEFINING.split() and value != stored[key]:
-            fail(f"{flag}: the run in {run_dir} has {stored[key]}")
+        if stored and key.startswith(DEFINING) and value != stored.get(key):
+            fail(f"{flag}: the run in {run_dir} has {stored.get(key)}")
         if type(value) in (int, float) and not (0 < value < 2**63 or value == 0 and key in ZERO_OK):
             fail(f"{flag}: must be {'from' if key in ZERO_OK else 'above'} 0 and below 2**63")
     gpu = args.device != "cpu" and torch.cuda.is_available()

@@ -9,7 +9,9 @@ import os
 import resource
 import shlex
 import shutil
+import signal
 import sys
+import tempfile
 import time
 import warnings
 import zlib
@@ -54,6 +56,8 @@ def fail(message):
     if LOCAL_RANK > 0:
         time.sleep(60)
     sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message.strip().splitlines()[0]}\n")
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)  # else torchrun would try, and fail, as often
     sys.exit(2)
 
 
@@ -102,10 +106,12 @@ class RunLog:
         self.comet, self.comet_key = None, comet_key or os.urandom(16).hex()
         self.cuda, self.laps = facts["device_name"] != "CPU", []
         self.run_dir = run_dir if RANK == 0 else None
+        self.elastic = {"world_size": WORLD_SIZE, "restarts": 0, "steps_lost": 0}
         self.bar = tqdm(initial=start, total=total_steps, unit="step", disable=RANK > 0 or None)
         if self.run_dir:
             try:
                 self.open_files(start)
+                self.take_up(start)
             except OSError as error:
                 fail(f"--save-dir {run_dir}: {error}")
             self.open_comet()
@@ -126,6 +132,16 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter  # a second to import, so only here
 
         self.board = SummaryWriter(self.run_dir / "tensorboard", purge_step=start + 1)
+
+    def take_up(self, start):
+        """Opens the file in which each step leaves its number, and says what a restart cost."""
+        self.progress = os.open(self.run_dir / "progress", os.O_RDWR | os.O_CREAT)
+        if words := os.read(self.progress, 99).split():
+            step, world, restarts, lost = map(int, words)
+            again = max(0, step - start)
+            self.elastic |= {"restarts": restarts + 1, "steps_lost": lost + again}
+            change = f"world {world} → {WORLD_SIZE} at step {step}"
+            say(f"{change}, resumed from step {start}, {again} steps repeated")
 
     def open_comet(self):
         """Starts Comet's experiment or continues it. Whatever ails Comet, training goes on."""
@@ -171,6 +187,9 @@ class RunLog:
     def step(self, step, metrics):
         """To be called once per optimizer step, with metrics where there are any."""
         self.bar.update()
+        if self.run_dir:  # in one write: a kill leaves the old numbers or the new
+            numbers = [step, *self.elastic.values()]
+            os.pwrite(self.progress, "".join(f"{n:12}" for n in numbers).encode(), 0)
         if RANK > 0 or not metrics:
             return
         metrics, self.pending = {"step": step} | metrics | self.pending, {}
@@ -198,7 +217,7 @@ class RunLog:
     def saved(self, times):
         """After a checkpoint: its times join the next line. A kill empties the archive that Comet
         has open offline, so it is closed here, at most every five minutes: it takes a second."""
-        self.pending = times
+        self.pending |= times
         if self.comet and self.offline and time.monotonic() > self.archive_at:
             self.comet.end()
             self.open_comet()
@@ -212,11 +231,11 @@ class RunLog:
             self.comet.end()
 
 
-def gathered(value):
+def gathered(value, group=None):
     """The values of all ranks in a list, on all ranks; the first is rank 0's."""
     values = [value] * WORLD_SIZE
     if dist.is_initialized():
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group)
     return values
 
 
@@ -255,17 +274,22 @@ def tensors_of(model, optimizer):
 def save_checkpoint(run_dir, step, model, optimizer, plain, keep):
     """Saves model, optimizer and `plain`, a dict for JSON; keeps the newest `keep` checkpoints.
     Returns metrics. On a full disk the run ends in one line; earlier checkpoints stay intact."""
+    return write_checkpoint(run_dir, step, tensors_of(model, optimizer), plain, keep, None)
+
+
+def write_checkpoint(run_dir, step, tensors, plain, keep, group):
+    """The same for a copy of `tensors_of`, with collectives of `group`, None for the default."""
     start = time.perf_counter()
     folder, temporary = run_dir / f"step-{step:08d}", run_dir / f"step-{step:08d}.tmp"
-    tensors = tensors_of(model, optimizer)
-    groups = [tensors["model"], *tensors["moments"].values()]
-    needed = sum(t.numel() * t.element_size() for group in groups for t in group.values())
+    parts = [tensors["model"], *tensors["moments"].values()]
+    needed = sum(t.numel() * t.element_size() for part in parts for t in part.values())
     try:
-        if min(gathered(shutil.disk_usage(run_dir).free)) < 1.01 * needed + 2**20:
+        if min(gathered(shutil.disk_usage(run_dir).free, group)) < 1.01 * needed + 2**20:
             raise OSError(f"it takes {needed:,}")  # a full disk surfaces in DCP as a riddle
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(temporary))  # flushes them
+        writer = dcp.FileSystemWriter(temporary)  # it flushes
+        dcp.save(tensors, storage_writer=writer, process_group=group)
         mine = [*temporary.glob(f"__{RANK}_*"), *temporary.glob(".metadata" if RANK == 0 else "-")]
-        parts = gathered([(file.name, size_and_crc(file)) for file in mine])
+        parts = gathered([(file.name, size_and_crc(file)) for file in mine], group)
         if RANK == 0:
             plain = plain | {"step": step, "files": dict(sum(parts, []))}
             plain["crc32"] = zlib.crc32(json.dumps(plain).encode())
@@ -276,7 +300,7 @@ def save_checkpoint(run_dir, step, model, optimizer, plain, keep):
             flush(run_dir)
             for old, _ in list(checkpoints(run_dir))[keep:]:
                 shutil.rmtree(old.rename(old.with_suffix(".old")))
-    except (dcp.api.CheckpointException, OSError, RuntimeError) as error:
+    except (dcp.api.CheckpointException, OSError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         free = shutil.disk_usage(run_dir).free
         fail(f"--save-dir {run_dir}: {folder.name} not saved, {free:,} bytes are free: {error}")
@@ -291,6 +315,10 @@ def load_checkpoint(run_dir, model, optimizer):
     damaged is named, renamed and passed over for the one before."""
     for leftover in run_dir.glob("step-????????.[!d]*") if RANK == 0 else []:  # .tmp, .old
         shutil.rmtree(leftover)
+    with tempfile.NamedTemporaryFile(dir=run_dir) as mark:
+        name = Path(gathered(mark.name)[0]).name
+        if not all(gathered((run_dir / name).exists())):
+            fail(f"--save-dir {run_dir}: must be one folder that all nodes share")
     for folder, state in gathered(list(checkpoints(run_dir)))[0]:
         files = sorted(state["files"].items()) if state else []
         bad = [f for f, known in files[RANK::WORLD_SIZE] if size_and_crc(folder / f) != known]

@@ -4,6 +4,8 @@ table made of it, to outputs/measured. Timings are ratios within one command on 
     python tests/benchmark.py wire      bytes on a network interface against those that a run logs
     python tests/benchmark.py link      time of a step on links of 50, 200 and 1000 Mbit/s
     python tests/benchmark.py encode    speed of encoding and decoding against that of a copy
+    python tests/benchmark.py stall     what a checkpoint costs the loop, beside it and in it
+    python tests/benchmark.py scale     memory, traffic and time of large models, on paper
     python tests/benchmark.py loss      final loss of each way to compress gradients, two hours
 
 `wire` and `link` need Linux, root, and `ip` and `tc` (Debian: iproute2); `loss` needs matplotlib
@@ -22,6 +24,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import scale
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -554,7 +557,80 @@ def tabulate():
     figure.savefig(MEASURED / "loss.svg", metadata={"Date": None})
 
 
+# Model, GPUs, GPUs of a replica.
+LAYOUTS = [
+    ("Llama-3.2-1B", 32, 8),
+    ("Llama-3.2-1B", 512, 8),
+    ("Llama-3-8B", 32, 8),
+    ("Llama-3-8B", 512, 8),
+    ("Llama-3-70B", 32, 32),
+    ("Llama-3-70B", 512, 64),
+]
+
+
+def on_paper():
+    """The tables of chapter 05 for GPUs in nodes of 8. A GPU takes 8192 tokens a step."""
+    tokens, length = 8192, 1024
+    rows = []
+    for name, shards in dict.fromkeys((name, shards) for name, _, shards in LAYOUTS):
+        size = scale.sizes(name, shards, tokens)
+        parts = ["state", "gathered", "logits", "activations", "checkpointed"]
+        parts += ["total", "total, checkpointed", "accumulated"]
+        rows.append([name, shards, *[f"{size[part] / 1e9:,.1f}" for part in parts]])
+    head = ["GB on each GPU", "shards", "state", "gathered", "logits", "activations"]
+    head += ["with checkpointing", "total", "total with checkpointing", "accumulation adds"]
+    report("scale-memory", head, rows)
+    rows = []
+    for name, gpus, shards in LAYOUTS:
+        row = [name, f"{gpus // 8} × 8", shards]
+        # Shards within a node speak over NVLink, those across nodes over the network.
+        links = scale.NVLINK if shards <= 8 else scale.NETWORK, scale.NETWORK
+        fits = scale.sizes(name, shards, tokens)["total"] < 80e9
+        for ratio in (1, 4 / BYTES_A_VALUE["int8"]):
+            how = shards, gpus, tokens, length, ratio, links, 1 if fits else 4 / 3
+            inner, outer, seconds = scale.traffic(name, *how)
+            row += [f"{inner / 1e9:.1f}"] if ratio == 1 else []
+            row += [f"{outer / 1e9:.2f}"]
+            row += [f"{1000 * s:,.0f}" for s in (seconds[:2] if ratio == 1 else [])]
+            row += [f"{1000 * seconds[2]:,.0f}", f"{1000 * seconds[3]:,.0f}"]
+        rows.append(row)
+    head = ["model", "GPUs", "shards", "GB sent between shards", "GB sent between replicas"]
+    head += ["compute, ms", "shards, ms", "replicas, ms", "step, ms"]
+    head += ["GB in int8", "replicas in int8, ms", "step in int8, ms"]
+    report("scale-step", head, rows)
+
+
+# An integer, and its share of a block's scale.
+BYTES_A_VALUE = {"int8": 1 + 4 / 256}
+
+
+def stall():
+    """Rung 04 saves in the loop, rung 05 beside it: what the loop waits for in each."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+        model = write_model(Path(folder, "model"), **sizes)
+        for rung in (RUNG_04, "05-multinode"):
+            flags = ["-m", model, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 2]
+            flags += ["--eval-sequences", 4, "--max-steps", 40, "--ckpt-freq", 8, "--log-freq", 1]
+            flags += ["-e", rung, "--save-dir", folder, "--compression", "none", "--shard-size", 1]
+            command = torchrun(["--standalone", "--nproc-per-node", 2], rung, None, flags)
+            subprocess.run(command, env=environment(), check=True)
+            lines = metrics(Path(folder, rung)).values()
+            state = next(iter(lines))["memory/state_gb"]
+            row = [rung, f"{state:.2f}"]
+            for name in ("checkpoint/save_ms", "checkpoint/stall_ms"):
+                row.append(f"{statistics.median(x[name] for x in lines if name in x):,.0f}")
+            # The steps beside which files are written, and the others.
+            near = [x["time/total_ms"] for x in lines if x["step"] > 8 and x["step"] % 8 in (1, 2)]
+            far = [x["time/total_ms"] for x in lines if x["step"] > 8 and x["step"] % 8 in (6, 7)]
+            rows.append([*row, *(f"{statistics.median(part):,.0f}" for part in (near, far))])
+    head = ["rung", "state of a rank, GB", "until it is on disk, ms", "the loop waits, ms"]
+    report("stall", [*head, "the two steps behind it, ms", "other steps, ms"], rows)
+
+
 COMMANDS = {"wire": wire, "link": link, "encode": encode, "loss": loss, "tabulate": tabulate}
+COMMANDS |= {"stall": stall, "scale": on_paper}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:

@@ -1,0 +1,104 @@
+"""Memory, traffic and time of a step on paper, for Llama models in rungs 03 to 05.
+
+The formulas stand in 05-multinode/README.md, with their reasons. tests/test_scale.py holds the
+memory against what is measured. `python tests/benchmark.py scale` writes the chapter's tables."""
+
+import torch
+import transformers
+
+LLAMA = {"bos_token_id": 0, "eos_token_id": 0, "num_key_value_heads": 8}
+MODELS = {
+    # Sizes from the config.json of each model on the hub.
+    "Llama-3.2-1B": {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+    | {
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+        "head_dim": 64,
+    },
+    "Llama-3-8B": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+    | {"intermediate_size": 14336, "vocab_size": 128256},
+    "Llama-3-70B": {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64}
+    | {"intermediate_size": 28672, "vocab_size": 128256},
+}
+# An H100: dense bf16 FLOP/s, of which a well-fed run reaches 40 %. Bytes/s in each direction of a
+# GPU's NVLink and of a 400 Gbit/s adapter of its own, of which collectives reach 80 %. Sources:
+# NVIDIA's data sheets; torchtitan's benchmarks (33 to 39 % for Llama-3.1-8B on 8 H100).
+FLOPS, NVLINK, NETWORK = 0.4 * 989e12, 0.8 * 450e9, 0.8 * 50e9
+
+
+def config_of(name):
+    return transformers.LlamaConfig(**LLAMA | MODELS[name])
+
+
+def parameters(config):
+    """All of them, and those of one block."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.num_parameters(), sum(p.numel() for p in model.model.layers[0].parameters())
+
+
+def state_bytes(n, shards):
+    """On each process: parameters, gradients and Adam's two moments, in fp32."""
+    return 16 * n / shards
+
+
+def gathered_bytes(n, block, layers):
+    """What FSDP holds beside: in bf16 the root's parameters and two blocks, the one at work and the
+    next; a block's gradients in bf16, and in fp32 as they leave."""
+    return 2 * (n - layers * block) + 2 * 2 * block + (2 + 4) * block
+
+
+def activation_bytes(config):
+    """Per token and block, what autograd keeps in bf16: each norm its input in fp32, what it made
+    of it in bf16, and a scale; attention its input, queries, keys, values, output, a sum per head
+    in fp32; the MLP its input and four of its width."""
+    h, heads = config.hidden_size, config.num_attention_heads
+    kv = config.num_key_value_heads * config.head_dim
+    return 20 * h + 4 * kv + 8 * config.intermediate_size + 4 * heads + 8
+
+
+def logit_bytes(config):
+    """Per token: logits in bf16 and fp32, their log-softmax in fp32."""
+    return 10 * config.vocab_size
+
+
+def flops(config, n, length):
+    """Per token, forward and backward: PaLM, arXiv:2204.02311, appendix B."""
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    width = config.num_attention_heads * config.head_dim
+    return 6 * (n - embedding) + 12 * config.num_hidden_layers * width * length
+
+
+def sizes(name, shards, tokens):
+    """Bytes on each GPU, with a micro-batch of `tokens` per step and no accumulation."""
+    config = config_of(name)
+    n, block = parameters(config)
+    layers, each = config.num_hidden_layers, activation_bytes(config)
+    kept = tokens * layers * each
+    inputs = tokens * (layers * 2 * config.hidden_size + each)
+    parts = [state_bytes(n, shards), gathered_bytes(n, block, layers), tokens * logit_bytes(config)]
+    return {
+        "state": parts[0],
+        "gathered": parts[1],
+        "logits": parts[2],
+        "activations": kept,
+        "checkpointed": inputs,
+        "total": sum(parts) + kept,
+        "total, checkpointed": sum(parts) + inputs,
+        "accumulated": 4 * n,
+    }
+
+
+def traffic(name, shards, gpus, tokens, length, ratio, links, recompute):
+    """Bytes that a GPU sends per step between the shards and between the replicas, and the seconds
+    of compute, of each of the two, and of a step in which they hide one another."""
+    config = config_of(name)
+    n, _ = parameters(config)
+    # Gathered for the forward and the backward in bf16, gradients scattered in fp32.
+    inner = (2 * 2 + 4) * n * (shards - 1) / shards
+    replicas = gpus // shards
+    outer = 2 * 4 * n / shards * (replicas - 1) / replicas / ratio
+    compute = recompute * tokens * flops(config, n, length) / FLOPS
+    seconds = [compute, inner / links[0], outer / links[1]]
+    return inner, outer, [*seconds, max(seconds)]

@@ -1,0 +1,76 @@
+"""The formulas of chapter 05's tables against what is measured, within 5 %."""
+
+import pytest
+import scale
+import torch
+import transformers
+from conftest import metrics, run
+
+SHAPES = [
+    # hidden size, heads, heads of keys and values, width of the MLP
+    (256, 4, 4, 512),
+    (256, 4, 4, 1024),
+    (512, 8, 8, 512),
+    (512, 8, 2, 1536),
+    (512, 8, 1, 2048),
+]
+
+
+def llama(shape, layers):
+    hidden, heads, kv, width = shape
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv}
+    sizes |= {"intermediate_size": width, "num_hidden_layers": layers, "vocab_size": 384}
+    return transformers.LlamaConfig(**sizes, max_position_embeddings=256)
+
+
+@pytest.mark.parametrize(
+    "processes", [1, *[pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)]]
+)
+def test_state_in_rung_03(processes, tmp_path):
+    """16 bytes a parameter, dealt out."""
+    config = llama(SHAPES[3], 3)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    flags = ("-m", tmp_path / "model", "-s", 32, "--global-batch-size", 4, "--max-steps", 2)
+    run("03-fsdp", processes, "-e", "a", "--save-dir", tmp_path, "--eval-sequences", 4, *flags)
+    measured = metrics(tmp_path / "a")[2]["memory/state_gb"] * 1e9
+    n, _ = scale.parameters(config)
+    assert measured == pytest.approx(scale.state_bytes(n, processes), rel=0.05)
+
+
+def kept_bytes(config, batch, length):
+    """Bytes that autograd keeps of a forward in bf16, parameters not counted."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = model.bfloat16().train()
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no other takes its place
+        return tensor
+
+    ids = torch.randint(0, 384, (batch, length))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _output = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations_of_a_block(shape):
+    """Three blocks against one: what a block keeps for its backward, per token."""
+    batch, length = 2, 128
+    more, less = (kept_bytes(llama(shape, layers), batch, length) for layers in (3, 1))
+    measured = (more - less) / 2 / (batch * length)
+    assert measured == pytest.approx(scale.activation_bytes(llama(shape, 1)), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Llama-3.2-1B", 1.2358), ("Llama-3-8B", 8.0303), ("Llama-3-70B", 70.5537)],
+)
+def test_the_models_have_their_known_sizes(name, billions):
+    n, _ = scale.parameters(scale.config_of(name))
+    assert n / 1e9 == pytest.approx(billions, abs=1e-4)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp", "04-compression")
+RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp", "04-compression", "05-multinode")
 # Generous: these machines are shared, and slow at times. No test depends on speed.
 TIMEOUT = 600
 # Enough to train, little enough for many runs: 8 sequences of 64 bytes a step.
@@ -22,8 +22,8 @@ SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", 
 
 
 def exact(rung, processes):
-    """The flags with which a rung computes what the others do: in 04 two replicas, dense."""
-    if rung != "04-compression":
+    """The flags with which a rung computes what the others do: from 04 on two replicas, dense."""
+    if rung not in RUNGS[3:]:
         return ()
     return ("--compression", "none", "--shard-size", max(1, processes // 2))
 
@@ -144,6 +144,14 @@ def mutant(folder, rung, *edits):
     return path
 
 
+def mount_small_disk(folder, megabytes):
+    """A tmpfs, for which one has to be root."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("a small disk needs root and mount")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def hf_home(tmp_path_factory):
     os.environ["LADDER_HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))
@@ -151,8 +159,8 @@ def hf_home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def curve(tmp_path_factory):
-    """Runs a rung with a name, once per set of flags, and returns its metrics by step. Rung 04
-    computes what the others do unless the flags name a compression."""
+    """Runs a rung with a name, once per set of flags, and returns its metrics by step. From 04 on
+    a rung computes what the others do unless the flags name a compression."""
     done = {}
 
     def curve_of(rung, processes, *flags):

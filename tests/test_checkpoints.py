@@ -17,6 +17,7 @@ from conftest import (
     exact,
     finish,
     metrics,
+    mount_small_disk,
     run,
     same_bits,
     script,
@@ -38,7 +39,8 @@ CONFIGURATIONS = [
 ]
 # There and back again: a pair stands for both orders.
 PAIRS = [*itertools.combinations_with_replacement(CONFIGURATIONS, 2)]
-QUICK = [(CONFIGURATIONS[1], CONFIGURATIONS[5])]
+PAIRS += [(CONFIGURATIONS[0], ("05-multinode", 3)), (("05-multinode", 2), CONFIGURATIONS[5])]
+QUICK = [(CONFIGURATIONS[0], CONFIGURATIONS[5])]
 FAULTS = Path(__file__).parent / "faults"
 DIED = -9
 FILES = ["__0_0.distcp", ".metadata", "state.json"]
@@ -166,12 +168,13 @@ def kill_at_random_until_done(rung, processes, folder, kills, seed):
     return run(rung, processes, *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rung", "processes", "kills"),
     [
         ("01-single-gpu", 1, 2),
-        pytest.param("02-ddp", 2, 4, marks=pytest.mark.slow),
-        pytest.param("03-fsdp", 2, 4, marks=pytest.mark.slow),
+        ("02-ddp", 2, 4),
+        ("03-fsdp", 2, 4),
     ],
 )
 def test_kills_at_random_instants(rung, processes, kills, uninterrupted, tmp_path):
@@ -232,6 +235,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage, file, copy, uninterru
     assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
 
 
+@pytest.mark.slow
 def test_damage_that_another_rank_finds(copy):
     """Two damaged ones in a row; each file is verified by one of 3 ranks, all go on together."""
     flip(copy / "a" / "step-00000012" / "__0_0.distcp")
@@ -345,14 +349,6 @@ def test_old_checkpoints_are_pruned(tmp_path):
     run("01-single-gpu", 1, *SAVING, *named(tmp_path), "--keep-checkpoints", "2")
     kept = sorted(path.name for path in (tmp_path / "a").glob("step-*"))
     assert kept == ["step-00000009", "step-00000012"]
-
-
-def mount_small_disk(folder, megabytes):
-    """A tmpfs, for which one has to be root."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("a small disk needs root and mount")
 
 
 @pytest.fixture

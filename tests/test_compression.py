@@ -231,6 +231,7 @@ def test_a_full_spectrum_in_fp32_equals_none(curve):
     assert_same_curve(none, curve(RUNG, 2, *flags, *ALL, "fp32"), range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_compressed_run_resumes_to_the_last_bit(tmp_path, curve):
     """The hook keeps nothing from step to step, so a checkpoint holds nothing of it."""
     flags = (*SMALL, "--lr-scheduler", "constant", "--shard-size", 1, "--compression", "dct")

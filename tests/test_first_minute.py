@@ -95,6 +95,7 @@ def test_help_has_a_line_for_each_flag(rung):
         assert flag in result.out
     assert ("--cpu-offload" in result.out) == (rung >= "03-fsdp")
     assert ("--compression" in result.out) == (rung >= "04-compression")
+    assert ("--streaming" in result.out) == (rung >= "05-multinode")
 
 
 def test_a_command_of_the_older_course_is_accepted(tmp_path):

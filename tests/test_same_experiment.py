@@ -14,7 +14,13 @@ def reference(curve, *flags):
 
 
 @pytest.mark.parametrize(
-    ("rung", "processes"), [("02-ddp", 2), ("03-fsdp", 4), ("04-compression", 4)]
+    ("rung", "processes"),
+    [
+        ("02-ddp", 2),
+        ("03-fsdp", 4),
+        ("04-compression", 4),
+        pytest.param("05-multinode", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_fifty_short_steps(curve, rung, processes):
     flags = (*FIFTY, *SMALL)
@@ -40,7 +46,10 @@ def test_fifty_steps_in_any_cut(curve, rung, processes, batch_size):
     assert_same_curve(reference(curve, *FIFTY), cut, range(1, 51))
 
 
-@pytest.mark.parametrize(("rung", "processes", "batch_size"), [("02-ddp", 3, 1), ("03-fsdp", 4, 8)])
+@pytest.mark.parametrize(
+    ("rung", "processes", "batch_size"),
+    [("02-ddp", 3, 1), pytest.param("03-fsdp", 4, 8, marks=pytest.mark.slow)],
+)
 def test_a_rank_that_runs_short(curve, rung, processes, batch_size):
     """2 sequences on 3 or 4 ranks: some have none, and still run their collectives."""
     flags = ("--max-steps", "6", "-s", "64", "--global-batch-size", "2", "--eval-sequences", "5")

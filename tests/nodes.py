@@ -1,0 +1,173 @@
+"""Nodes of a job on this machine: run.sh, torchrun and workers, as on machines of their own."""
+
+import os
+import re
+import socket
+import subprocess
+import time
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, SMALL, TIMEOUT, assert_same_curve, end, environment, metrics
+
+RUN = ROOT / "05-multinode" / "run.sh"
+INTERVAL = 20
+ALONE = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant_with_warmup")
+ALONE += ("--warmup-steps", "5", "--seed", "3", "--ckpt-freq", INTERVAL)
+FLAGS = (*ALONE, "--compression", "none", "--timeout", "60")
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return one.getsockname()[1]
+
+
+class Node:
+    """A node that was started with flags; what it prints is in `log`."""
+
+    def __init__(self, log, variables, flags, prefix=()):
+        self.log = Path(log)
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*prefix, "bash", str(RUN), *map(str, flags)],
+                env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def workers(self):
+        """The processes that train: those of train-llm.py that torchrun started."""
+        with suppress(psutil.NoSuchProcess):
+            family = psutil.Process(self.process.pid).children()
+            return [p for p in family if p.is_running() and "train-llm.py" in " ".join(p.cmdline())]
+        return []
+
+    def said(self):
+        return self.log.read_text(errors="replace")
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def wait(self, timeout=TIMEOUT):
+        """The exit code."""
+        return self.process.wait(timeout)
+
+    def kill(self):
+        """As if the machine lost its power: agent, workers and a store that it keeps."""
+        end(self.process)
+
+
+@contextmanager
+def paused(nodes):
+    """The workers stand still, so that no number of steps depends on the speed of this machine."""
+    workers = [worker for node in nodes for worker in node.workers()]
+    for worker in workers:
+        worker.suspend()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.resume()
+
+
+@contextmanager
+def keeper(variables):
+    """The store in a process of its own, as on a machine outside of the job."""
+    command = ["bash", str(RUN), "keeper"]
+    process = subprocess.Popen(command, env=environment(**variables), stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline().strip() == variables["MASTER_PORT"].encode()
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def job(folder, processes=1, keep=True, **more):
+    """Yields a function that starts a node of a new job, with a name, flags, and its number."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NNODES": "1:4"}
+    variables |= {
+        "NPROC_PER_NODE": str(processes),
+        "LAST_CALL": "3",
+        "RDZV_ID": os.urandom(4).hex(),
+    }
+    variables |= more
+    nodes = []
+
+    def start(name, *flags, rank=1):
+        nodes.append(Node(folder / f"{name}.log", variables | {"NODE_RANK": str(rank)}, flags))
+        return nodes[-1]
+
+    with keeper(variables) if keep else nullcontext():
+        try:
+            yield start
+        finally:
+            for node in nodes:
+                node.kill()
+
+
+def wait_until(condition, what, nodes=()):
+    """Generous: these machines are slow at times. A node that ended cannot bring it about."""
+    limit = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < limit, f"not within {TIMEOUT} s: {what}"
+        logs = "".join(node.said() for node in nodes)
+        assert not nodes or any(node.process.poll() is None for node in nodes), logs
+        time.sleep(0.1)
+
+
+def join(start, *nodes):
+    """Starts a node. The others stand still until they have noticed it."""
+    before = [node.said().count("closing signal SIGTERM") for node in nodes]
+
+    def noticed():
+        return before != [node.said().count("closing signal SIGTERM") for node in nodes]
+
+    with paused(nodes):
+        new = start()
+        wait_until(noticed, "notice of a join", nodes)
+    return new
+
+
+def last_step(run_dir):
+    """The number of the last step that the run has made."""
+    path = Path(run_dir, "progress")
+    words = path.read_text().split() if path.exists() else []
+    return int(words[0]) if words else 0
+
+
+def world_sizes(run_dir):
+    """The world size of the last step made, 0 before the first."""
+    path = Path(run_dir, "progress")
+    words = path.read_text().split() if path.exists() else []
+    return int(words[1]) if words else 0
+
+
+def changes(*nodes):
+    """What was said of each restart: world before, world after, at step, from step, repeated."""
+    pattern = r"world (\d+) → (\d+) at step (\d+), resumed from step (\d+), (\d+) steps repeated"
+    found = {tuple(map(int, m)) for node in nodes for m in re.findall(pattern, node.said())}
+    return sorted(found, key=lambda change: (change[3], -change[2]))
+
+
+def named(folder, steps=100000):
+    """Flags of a run in `folder`/a, by default one that the test stops by SIGTERM at its end."""
+    return ("-e", "a", "--save-dir", folder, *FLAGS, "--max-steps", steps)
+
+
+def assert_the_curve(folder, curve):
+    """The curve of the run on one process, which nothing interrupts."""
+    seen = metrics(folder / "a")
+    steps = sorted(seen)
+    assert steps == list(range(1, steps[-1] + 1))
+    whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 1000)
+    assert_same_curve(whole, seen, [step for step in steps if step <= 200], rel_norm=1e-3)
+    # Rounding differences grow with the steps. Another batch is far beyond them.
+    for step in steps:
+        assert seen[step]["loss"] == pytest.approx(whole[step]["loss"], rel=3e-2), step

@@ -1,0 +1,167 @@
+"""Rung 05 on real launchers: Slurm, and two hosts with a link between them."""
+
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from conftest import ROOT, environment, metrics
+from nodes import (
+    Node,
+    assert_the_curve,
+    changes,
+    join,
+    last_step,
+    named,
+    paused,
+    wait_until,
+    world_sizes,
+)
+from slurm_cluster import SlurmMissing, cluster, processes_of
+
+pytestmark = pytest.mark.slow
+
+
+def slurm(environment, *command):
+    done = subprocess.run(
+        [str(word) for word in command], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_slurm_requeues_a_run_until_it_is_finished(curve, tmp_path):
+    """Two nodes. A requeue and a warning before the time limit: no step is lost, and the run goes
+    on by itself. Its end is the job's."""
+    steps = 400
+    with ExitStack() as stack:
+        try:
+            variables = stack.enter_context(cluster(tmp_path / "slurm"))
+        except SlurmMissing as missing:
+            pytest.skip(str(missing))
+        for name in [name for name in variables if name.startswith(("COMET", "MASTER_"))]:
+            del variables[name]
+        variables |= {"SAVE_DIR": str(tmp_path), "NPROC_PER_NODE": "1", "LAST_CALL": "10"}
+        variables |= {"HF_HOME": os.environ["LADDER_HF_HOME"], "OMP_NUM_THREADS": "1"}
+        flags = named(tmp_path, steps)[4:]
+        output = f"--output={tmp_path}/job.log"
+        submit = ["sbatch", "--parsable", "--job-name=a", output, "train-llm.sbatch", *flags]
+        os.chdir(ROOT / "05-multinode")
+        job = slurm(variables, *submit).strip()
+
+        def state():
+            shown = slurm(variables, "scontrol", "show", "job", job)
+            return shown.split("JobState=")[1].split()[0]
+
+        def until_step(goal):
+            wait_until(lambda: last_step(tmp_path / "a") >= goal, f"step {goal} of the job")
+
+        until_step(20)
+        slurm(variables, "scontrol", "requeue", job)
+        until_step(last_step(tmp_path / "a") + 20)
+        slurm(variables, "scancel", "--batch", "--signal=USR1", job)
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        wait_until(lambda: state() in ended, "the end of the job")
+        logs = "".join(path.read_text() for path in tmp_path.glob("**/*.log"))
+        assert state() == "COMPLETED", logs
+        workers = [p for p in processes_of(tmp_path / "slurm") if "train-llm" in command_line(p)]
+        assert not workers
+    assert_the_curve(tmp_path, curve)
+    line = metrics(tmp_path / "a")[steps]
+    assert (line["elastic/restarts"], line["elastic/steps_lost"]) == (2, 0)
+    assert (tmp_path / "a" / "final_model" / f"step-{steps:08d}").exists()
+    assert {path.name for path in (tmp_path / "a").glob("*.log")} == {"node0.log", "node1.log"}
+
+
+def command_line(process):
+    try:
+        with open(f"/proc/{process}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+class Hosts:
+    """Two network namespaces on a bridge, each with an address of its own."""
+
+    def __init__(self):
+        self.bridge = f"br{os.getpid()}"
+        self.names = [f"host{number}-{os.getpid()}" for number in (1, 2)]
+        self.addresses = ["10.77.3.1", "10.77.3.2"]
+
+    def link(self, number, way):
+        """Cuts or mends the cable of a host: neither side is told, packets are lost."""
+        subprocess.run(["ip", "link", "set", f"p{number}-{os.getpid()}", way], check=True)
+
+    def prefix(self, number):
+        return ("ip", "netns", "exec", self.names[number])
+
+
+@contextmanager
+def two_hosts():
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("hosts of its own need root and ip (Debian: apt-get install iproute2)")
+    hosts, pid = Hosts(), os.getpid()
+    commands = [f"link add {hosts.bridge} type bridge", f"link set {hosts.bridge} up"]
+    for number, (name, address) in enumerate(zip(hosts.names, hosts.addresses, strict=True)):
+        port, cable = f"p{number}-{pid}", f"c{number}-{pid}"
+        commands += [f"netns add {name}", f"link add {port} type veth peer name {cable}"]
+        commands += [f"link set {port} master {hosts.bridge}", f"link set {port} up"]
+        commands += [f"link set {cable} netns {name}", f"-n {name} link set lo up"]
+        commands += [f"-n {name} addr add {address}/24 dev {cable}"]
+        commands += [f"-n {name} link set {cable} up"]
+    try:
+        for command in commands:
+            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"no network namespaces here: ip {command}: {done.stderr}")
+        yield hosts
+    finally:
+        for name in hosts.names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        subprocess.run(["ip", "link", "delete", hosts.bridge], capture_output=True)
+
+
+def test_a_link_is_cut_for_longer_than_the_timeout(curve, tmp_path):
+    """Neither side hangs: that of the store goes on alone, the other ends with an error. With the
+    link back the other is started again, and the two go on together."""
+    with two_hosts() as hosts, ExitStack() as stack:
+        variables = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500", "NNODES": "1:2"}
+        variables |= {"NPROC_PER_NODE": "1", "LAST_CALL": "5", "STORE_TIMEOUT": "30"}
+        flags = (*named(tmp_path), "--timeout", "20")
+
+        def start(name, number):
+            rank = {"NODE_RANK": str(number)}
+            node = Node(tmp_path / f"{name}.log", variables | rank, flags, hosts.prefix(number))
+            stack.callback(node.kill)
+            return node
+
+        near, far = start("A", 0), start("B", 1)
+        wait_until(lambda: world_sizes(tmp_path / "a") == 2, "both hosts", [near, far])
+        goal = last_step(tmp_path / "a") + 30
+        wait_until(lambda: last_step(tmp_path / "a") >= goal, "some steps", [near, far])
+        hosts.link(1, "down")
+        wait_until(lambda: world_sizes(tmp_path / "a") == 1, "the near one alone", [near])
+        with paused([near]):
+            assert far.wait() != 0
+        store = f"no answer from the store at {hosts.addresses[0]}:29500 for 30 s, this node leaves"
+        assert f"run.sh: error: {store}" in far.said()
+        hosts.link(1, "up")
+        far = join(lambda: start("C", 1), near)
+        wait_until(lambda: world_sizes(tmp_path / "a") == 2, "both hosts again", [near, far])
+        for node in (near, far):
+            node.signal(signal.SIGTERM)
+        assert near.wait() != 0
+        assert far.wait() != 0
+        assert [change[:2] for change in changes(near, far)] == [(2, 1), (1, 2)]
+    assert_the_curve(tmp_path, curve)
+
+
+def test_the_store_cannot_be_reached(tmp_path):
+    """More than one node without an address, and one with an address where nobody is."""
+    run = ["bash", str(ROOT / "05-multinode" / "run.sh")]
+    done = subprocess.run(run, env=environment(NNODES="2"), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "error: more than one node needs MASTER_ADDR" in done.stderr

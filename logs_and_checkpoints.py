@@ -107,6 +107,9 @@ class RunLog:
         self.cuda, self.laps = facts["device_name"] != "CPU", []
         self.run_dir = run_dir if RANK == 0 else None
         self.elastic = {"world_size": WORLD_SIZE, "restarts": 0, "steps_lost": 0}
+        self.furthest, self.tries = start, 0  # starts since there was a step beyond the furthest
+        if not run_dir and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+            fail("--experiment-name: a run without one leaves nothing that a restart could take up")
         self.bar = tqdm(initial=start, total=total_steps, unit="step", disable=RANK > 0 or None)
         if self.run_dir:
             try:
@@ -135,13 +138,23 @@ class RunLog:
 
     def take_up(self, start):
         """Opens the file in which each step leaves its number, and says what a restart cost."""
-        self.progress = os.open(self.run_dir / "progress", os.O_RDWR | os.O_CREAT)
+        self.progress, step = os.open(self.run_dir / "progress", os.O_RDWR | os.O_CREAT), start
         if words := os.read(self.progress, 99).split():
-            step, world, restarts, lost = map(int, words)
+            step, world, restarts, lost, self.furthest, self.tries = map(int, words)
             again = max(0, step - start)
             self.elastic |= {"restarts": restarts + 1, "steps_lost": lost + again}
             change = f"world {world} → {WORLD_SIZE} at step {step}"
             say(f"{change}, resumed from step {start}, {again} steps repeated")
+        self.tries = self.tries % 10 + 1
+        self.note(step)
+        if self.tries == 10:  # each time the same error, and no machine that came or went
+            fail(f"{self.run_dir}: 10 starts and no step beyond {self.furthest}, see their errors")
+
+    def note(self, step):
+        """Leaves where the run stands, in one write: a kill leaves the old numbers or the new."""
+        if self.run_dir:
+            numbers = [step, *self.elastic.values(), self.furthest, self.tries]
+            os.pwrite(self.progress, "".join(f"{n:12}" for n in numbers).encode(), 0)
 
     def open_comet(self):
         """Starts Comet's experiment or continues it. Whatever ails Comet, training goes on."""
@@ -187,9 +200,9 @@ class RunLog:
     def step(self, step, metrics):
         """To be called once per optimizer step, with metrics where there are any."""
         self.bar.update()
-        if self.run_dir:  # in one write: a kill leaves the old numbers or the new
-            numbers = [step, *self.elastic.values()]
-            os.pwrite(self.progress, "".join(f"{n:12}" for n in numbers).encode(), 0)
+        if step > self.furthest:
+            self.furthest, self.tries = step, 0
+        self.note(step)
         if RANK > 0 or not metrics:
             return
         metrics, self.pending = {"step": step} | metrics | self.pending, {}

@@ -19,6 +19,7 @@
 # LOCAL_ADDR      the address of this node as others reach it; default: the one that reaches the store
 # LAST_CALL       seconds in which more nodes are awaited once enough are there; default: 30
 # STORE_TIMEOUT   seconds after which a node leaves that cannot reach the store; default: 60
+# TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds after SIGTERM to end a step and save; default: 240
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 : "${NNODES:=1}" "${NODE_RANK:=0}" "${MASTER_PORT:=29500}" "${RDZV_ID:=train-llm}" "${LAST_CALL:=30}"
@@ -36,6 +37,7 @@ store = TCPStore("localhost", int(sys.argv[1]), is_master=True, wait_for_workers
 print(store.port, flush=True)
 while len(sys.argv) < 3 or psutil.pid_exists(int(sys.argv[2])):
     time.sleep(1)
+store.set("leaving", "")
 time.sleep(10)' "$MASTER_PORT" "${@:2}"
 fi
 
@@ -54,6 +56,11 @@ while True:
     try:
         with socket.create_connection((host, port), timeout=5) as connection:
             address = connection.getsockname()[0]
+        # Many machines know themselves by their name as 127.0.1.1, where others do not find them.
+        if address.startswith("127.") and host not in ("localhost", "127.0.0.1"):
+            with socket.socket(type=socket.SOCK_DGRAM) as connection:
+                connection.connect(("192.0.2.1", 9))  # sends nothing, but asks for the way out
+                address = connection.getsockname()[0]
         break
     except OSError as error:
         if time.monotonic() > end:
@@ -61,7 +68,19 @@ while True:
         time.sleep(1)
 names = [n for n, all in psutil.net_if_addrs().items() if address in [a.address for a in all]]
 print(address, *names[:1])'
-  if [ "$NODE_RANK" = 0 ] && ! python -c "$find" "$MASTER_ADDR" "$MASTER_PORT" 0 > /dev/null 2>&1; then
+  # The store of the start before may still be there for the last of its nodes.
+  old='
+import contextlib, sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+with contextlib.suppress(Exception):
+    while TCPStore(sys.argv[1], int(sys.argv[2]), timeout=timedelta(seconds=5)).check(["leaving"]):
+        time.sleep(1)'
+  answers() { python -c "$find" "$MASTER_ADDR" "$MASTER_PORT" 0 > /dev/null 2>&1; }
+  if [ "$NODE_RANK" = 0 ] && answers; then
+    python -c "$old" "$MASTER_ADDR" "$MASTER_PORT" 2> /dev/null
+  fi
+  if [ "$NODE_RANK" = 0 ] && ! answers; then
     # exec keeps the process id, so the store ends with torchrun.
     bash "$here/run.sh" keeper $$ > /dev/null &
   fi
@@ -103,6 +122,8 @@ fi
 # With the agents' store shared, workers read the addresses of the round before: a node that joins
 # hangs, and so do half of the restarts (pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# A restart is counted for each change of the nodes. 30 s after SIGTERM, to save, are the default.
+# 30 s are the default, and before torch 2.13 the only choice.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}
+# A restart is counted each time that a node of the job dies or leaves.
 exec torchrun "${meet[@]}" --nnodes="$NNODES" --nproc-per-node="$NPROC_PER_NODE" \
-  --max-restarts=1000 "$here/train-llm.py" "$@"
+  --max-restarts=100 "$here/train-llm.py" "$@"

@@ -70,7 +70,7 @@ def main(args, run_dir, flash):
     args.seq_length = args.seq_length or min(1024, longest)
     if not 2 <= args.seq_length <= longest:
         fail(f"--seq-length {args.seq_length}: {args.model_name} takes from 2 to {longest} tokens")
-    streams = args.data_streams, args.global_batch_size, args.max_steps, args.eval_sequences
+    streams = args.data_streams, args.global_batch_size, args.max_steps, args.data_held_out
     data = args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
     train, held_out = load_data(*data, streams if args.streaming else None)
     # A node may tokenise for hours longer than another.
@@ -109,6 +109,8 @@ def main(args, run_dir, flash):
     shape = (WORLD_SIZE // shard_size, shard_size)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh, replicas = grid["shard"], grid.get_group("replicate")
+    for axis in grid.mesh_dim_names:
+        dist.distributed_c10d._set_pg_timeout(patience, grid.get_group(axis))
     mode = args.compression if shape[0] > 1 else "none"
     alone = "" if shape[0] > 1 else ": nothing to compress, --shard-size 1 makes each process one"
     say(f"{shape[0]} replica(s) of {shard_size} shard(s), compression {mode}{alone}")
@@ -284,8 +286,7 @@ def load_config(name, from_scratch):
 
 
 def load_data(name, subset, tokenizer, seq_length, sizes):
-    """Returns the sequences to train on and to evaluate on: validation, test, or the last 5 %.
-    With the `sizes` that Streams takes: the streams, and the first sequences of the documents."""
+    """Returns the sequences to train on and to evaluate on: validation, test, or the last 5 %."""
     path, source = Path(name), {"path": name, "name": subset}
     try:
         if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
@@ -304,7 +305,7 @@ def load_data(name, subset, tokenizer, seq_length, sizes):
                 splits = datasets.load_dataset(**source, streaming=sizes is not None)
             if "train" not in splits:
                 raise ValueError(f"no split is called train, there are {list(splits)}")
-            if sizes:
+            if sizes:  # documents stream; the first ones are evaluated
                 train = Streams(splits["train"], tokenizer, seq_length, *sizes)
                 return train, train.held_out
             train = pack(splits["train"], tokenizer, seq_length)
@@ -320,7 +321,7 @@ def load_data(name, subset, tokenizer, seq_length, sizes):
 class Streams:
     """`count` streams of documents, tokenised when they are needed, cut to sequences of `length`.
     Sequence i comes from stream i mod count, read by rank i mod batch mod world size: a share of
-    the files or, where they are too few, every count-th document. Dry ones are passed over."""
+    the files or, where they are too few, one of every count documents. Dry ones are passed over."""
 
     def __init__(self, documents, tokenizer, length, count, batch, steps, held_out):
         if isinstance(documents, datasets.Dataset):
@@ -328,19 +329,16 @@ class Streams:
         self.documents, self.length = documents, length
         self.count, self.batch, self.steps = count, batch, steps
         row = next(iter(documents), {})
-        texts = [name for name in ("text", *row) if isinstance(row.get(name), str)]
+        texts = [x for x in row if x == "text"] + [x for x in row if isinstance(row[x], str)]
         if not texts:
             raise ValueError(f"no column holds text, there are {list(row)}")
         self.join = partial(join_and_cut, column=texts[0], tokenizer=tokenizer, length=sys.maxsize)
         # A reader for each stream, or one for all those of a process.
         self.readers = count if documents.num_shards >= count else 1
-        # The first documents, as many as an evaluation takes, are not trained on.
-        rows, self.skip, ids = iter(documents.shard(self.readers, 0)), 0, []
-        while len(ids) < held_out * length and (row := next(rows, None)):
-            self.join({texts[0]: [row[texts[0]]]}, rest=ids)
-            self.skip += 1
-        first = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
-        self.held_out = datasets.Dataset.from_dict({"input_ids": first}).with_format("torch")
+        # The first documents are not trained on, but evaluated.
+        rows, self.skip = documents.shard(self.readers, 0).take(held_out), held_out
+        first = self.join({texts[0]: [row[texts[0]] for row in rows]}, rest=[], length=length)
+        self.held_out = datasets.Dataset.from_dict(first).with_format("torch")
 
     def __len__(self):
         """How many sequences the run takes. Where the streams end, they begin again."""
@@ -366,7 +364,8 @@ class Streams:
         if state:
             documents.load_state_dict(state)
         for number, row in enumerate(documents, start if state else 0):
-            stream = share if self.readers > 1 else number % self.count
+            # Turned by one each time: of short and long in turn, say, each stream gets both.
+            stream = share if self.readers > 1 else (number + number // self.count) % self.count
             if stream in self.queues and number >= self.places[stream][0]:
                 self.queues[stream].append((number, state, row))
             state = documents.state_dict()
@@ -631,6 +630,7 @@ def parse_args():
     add("--dataset-subset", help="the configuration of a data set on the hub")
     add("--streaming", action=argparse.BooleanOptionalAction, help="tokenise while training")
     add("--data-streams", type=int, help="a multiple of the global batch, which is the default")
+    add("--data-held-out", type=int, help="the first documents, to be evaluated; default: 100")
     add("-s", "--seq-length", type=int, help="default: 1024, or the model's limit if shorter")
     add("-b", "--batch-size", type=int, default=8, help="sequences of a micro-batch on a process")
     add("--global-batch-size", type=int, default=32, help="sequences of an optimizer step")
@@ -659,7 +659,9 @@ def parse_args():
     stored = next((x["flags"] for _, x in checkpoints(run_dir) if x), {}) if run_dir else {}
     parser.set_defaults(**{k: stored[k] for k in vars(args) if k in stored})  # those given win
     args = parser.parse_args()
-    args.data_streams = args.data_streams or (args.global_batch_size if args.streaming else None)
+    if args.streaming:
+        args.data_streams = args.data_streams or args.global_batch_size
+        args.data_held_out = args.data_held_out or 100
     for key, value in ({"streaming": None} | vars(args)).items():
         flag = f"--{key.replace('_', '-')} {value}"
         if stored and key.startswith(DEFINING) and value != stored.get(key):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from conftest import ROOT, RUNGS, finish, load, run, start
 from transformers import GPT2Config, LlamaConfig, T5Config
 
@@ -136,7 +137,6 @@ def inputs(tmp_path_factory):
     gpt2.save_pretrained(folder / "gpt2-of-64")
     T5Config(d_model=32).save_pretrained(folder / "encoder-decoder")
     # Weights of another architecture: they would leave this one's at random.
-    import torch
     from safetensors.torch import save_file
 
     llama = LlamaConfig(vocab_size=384, num_attention_heads=2, **TINY, **ends)
@@ -175,12 +175,15 @@ def rungs():
 @pytest.mark.parametrize(
     ("rung", "flags", "said"),
     [(rung, *case) for rung in RUNGS for case in FLAGS]
-    + [("04-compression", *case) for case in COMPRESSION],
+    + [("04-compression", *case) for case in COMPRESSION]
+    + [(rung, *case) for rung in RUNGS for case in WITHOUT_A_GPU],
 )
 def test_flags_are_refused_before_anything_starts(
     rung, flags, said, rungs, inputs, monkeypatch, capsys
 ):
     """In this process: a run of its own for each would be a minute of imports."""
+    if (flags, said) in WITHOUT_A_GPU and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
     monkeypatch.chdir(inputs)
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -194,20 +197,18 @@ def test_flags_are_refused_before_anything_starts(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("flags", "said"), [FLAGS[0], FLAGS[-1], *INPUTS])
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        FLAGS[0],
+        *INPUTS[::2],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in INPUTS[1::2]],
+    ],
+)
 def test_one_line_and_no_traceback(flags, said, inputs):
     result = refused(*PYTHON, flags, said, inputs)
     assert result.returncode == 2
     assert "Traceback" not in result.err
-
-
-@pytest.mark.parametrize(("flags", "said"), WITHOUT_A_GPU)
-def test_what_needs_a_gpu(flags, said, inputs):
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    refused(*PYTHON, flags, said, inputs)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,52 @@ def test_the_node_that_keeps_the_store_dies(curve, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_job_is_started_again_while_its_old_store_is_still_there(curve, tmp_path):
+    """For ten seconds, for the last nodes that end. The new job does not settle on it."""
+    with job(tmp_path, keep=False) as start:
+        node = start("A", *named(tmp_path), rank=0)
+        advance(tmp_path, 5, node)
+        node.signal(signal.SIGTERM)
+        assert node.wait() != 0
+        node = start("B", *named(tmp_path), rank=0)
+        wait_until(lambda: changes(node), "a restart", [node])
+        time.sleep(15)
+        advance(tmp_path, 5, node)
+        stop(tmp_path, curve, node)
+        assert_changes([node], (1, 1, 0))
+
+
+@pytest.mark.slow
+def test_an_error_that_comes_again_ends_the_job(tmp_path):
+    """After ten starts without a new step, here the last two of them. The third file is broken."""
+    (tmp_path / "data").mkdir()
+    good = '{"text": "A document."}'
+    for name, line in (("1", good), ("2", good), ("3", "{broken")):
+        (tmp_path / "data" / f"{name}.jsonl").write_text(f"{line}\n" * 300)
+    flags = ("-d", tmp_path / "data", "--streaming", "--data-held-out", "9", "--max-steps", "99")
+    (tmp_path / "a").mkdir()
+    numbers = {"step": 0, "world": 1, "restarts": 8, "lost": 0, "furthest": 50, "starts": 8}
+    (tmp_path / "a" / "progress").write_text("".join(f"{n:12}" for n in numbers.values()))
+    with job(tmp_path, NNODES="1") as start:
+        node = start("A", *named(tmp_path), *flags)
+        assert node.wait() != 0
+    assert "JSON parse error" in node.said()
+    line = f"{tmp_path}/a: 10 starts and no step beyond 50, see their errors"
+    assert node.said().count(f"train-llm.py: error: {line}") == 1
+    assert node.said().count("resumed from step 0") == 2
+
+
+@pytest.mark.slow
+def test_a_run_without_a_name_is_not_restarted(tmp_path):
+    with job(tmp_path, NNODES="1") as start:
+        node = start("A", *FLAGS, "--max-steps", "100000")
+        wait_until(lambda: "step  " in node.said(), "a step", [node])
+        node.workers()[0].kill()
+        assert node.wait() != 0
+    assert node.said().count("train-llm.py: error: --experiment-name: a run without one") == 1
+
+
+@pytest.mark.slow
 def test_three_of_these_at_random_times(curve, tmp_path):
     draw = random.Random()
     seed = draw.randrange(10**6)

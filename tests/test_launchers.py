@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, environment, metrics
@@ -84,12 +85,21 @@ def command_line(process):
 
 
 class Hosts:
-    """Two network namespaces on a bridge, each with an address of its own."""
+    """Two network namespaces on a bridge, each with an address of its own. The first knows itself
+    by its name as 127.0.1.1, as Debian installs it."""
 
     def __init__(self):
         self.bridge = f"br{os.getpid()}"
         self.names = [f"host{number}-{os.getpid()}" for number in (1, 2)]
         self.addresses = ["10.77.3.1", "10.77.3.2"]
+        for name in self.names:
+            known = [f"127.0.1.1 {name}"]
+            known += [
+                f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True) if n != name
+            ]
+            folder = Path("/etc/netns", name)
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
 
     def link(self, number, way):
         """Cuts or mends the cable of a host: neither side is told, packets are lost."""
@@ -112,6 +122,7 @@ def two_hosts():
         commands += [f"link set {cable} netns {name}", f"-n {name} link set lo up"]
         commands += [f"-n {name} addr add {address}/24 dev {cable}"]
         commands += [f"-n {name} link set {cable} up"]
+        commands += [f"-n {name} route add default dev {cable}"]
     try:
         for command in commands:
             done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
@@ -121,6 +132,7 @@ def two_hosts():
     finally:
         for name in hosts.names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns", name))
         subprocess.run(["ip", "link", "delete", hosts.bridge], capture_output=True)
 
 
@@ -128,8 +140,8 @@ def test_a_link_is_cut_for_longer_than_the_timeout(curve, tmp_path):
     """Neither side hangs: that of the store goes on alone, the other ends with an error. With the
     link back the other is started again, and the two go on together."""
     with two_hosts() as hosts, ExitStack() as stack:
-        variables = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500", "NNODES": "1:2"}
-        variables |= {"NPROC_PER_NODE": "1", "LAST_CALL": "5", "STORE_TIMEOUT": "30"}
+        variables = {"MASTER_ADDR": hosts.names[0], "MASTER_PORT": "29500", "NNODES": "1:2"}
+        variables |= {"NPROC_PER_NODE": "2", "LAST_CALL": "5", "STORE_TIMEOUT": "30"}
         flags = (*named(tmp_path), "--timeout", "20")
 
         def start(name, number):
@@ -139,23 +151,23 @@ def test_a_link_is_cut_for_longer_than_the_timeout(curve, tmp_path):
             return node
 
         near, far = start("A", 0), start("B", 1)
-        wait_until(lambda: world_sizes(tmp_path / "a") == 2, "both hosts", [near, far])
+        wait_until(lambda: world_sizes(tmp_path / "a") == 4, "both hosts", [near, far])
         goal = last_step(tmp_path / "a") + 30
         wait_until(lambda: last_step(tmp_path / "a") >= goal, "some steps", [near, far])
         hosts.link(1, "down")
-        wait_until(lambda: world_sizes(tmp_path / "a") == 1, "the near one alone", [near])
+        wait_until(lambda: world_sizes(tmp_path / "a") == 2, "the near one alone", [near])
         with paused([near]):
             assert far.wait() != 0
-        store = f"no answer from the store at {hosts.addresses[0]}:29500 for 30 s, this node leaves"
+        store = f"no answer from the store at {hosts.names[0]}:29500 for 30 s, this node leaves"
         assert f"run.sh: error: {store}" in far.said()
         hosts.link(1, "up")
         far = join(lambda: start("C", 1), near)
-        wait_until(lambda: world_sizes(tmp_path / "a") == 2, "both hosts again", [near, far])
+        wait_until(lambda: world_sizes(tmp_path / "a") == 4, "both hosts again", [near, far])
         for node in (near, far):
             node.signal(signal.SIGTERM)
         assert near.wait() != 0
         assert far.wait() != 0
-        assert [change[:2] for change in changes(near, far)] == [(2, 1), (1, 2)]
+        assert [change[:2] for change in changes(near, far)] == [(4, 2), (2, 4)]
     assert_the_curve(tmp_path, curve)
 
 

@@ -125,10 +125,8 @@ DUMP = """
 """
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma", "tiny")]
-
-
-@pytest.mark.parametrize("name", ["llama-tied", *OTHERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gemma", "tiny"])
 def test_03_is_the_same_model_as_01(name, pretrained, tmp_path):
     """Weights, buffers, norms and ties after the meta device are those of a model built whole."""
     model = () if name == "tiny" else ("-m", pretrained(name))
@@ -152,7 +150,8 @@ def test_03_is_the_same_model_as_01(name, pretrained, tmp_path):
             assert torch.equal(tensor, expected[key]), key
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_03_holds_its_share_of_the_state(curve, processes):
     """Parameters, gradients and optimizer tensors of a rank: 1/W of 02's, within 5 %."""
     full = curve("02-ddp", 2, *FEW)[4]["memory/state_gb"]

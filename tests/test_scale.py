@@ -24,7 +24,7 @@ def llama(shape, layers):
 
 
 @pytest.mark.parametrize(
-    "processes", [1, *[pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)]]
+    "processes", [2, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)]]
 )
 def test_state_in_rung_03(processes, tmp_path):
     """16 bytes a parameter, dealt out."""

@@ -22,6 +22,7 @@ from conftest import (
 # A schedule that does not depend on the total, so that --max-steps says where a run stops.
 STREAMING = (*SMALL, "--streaming", "--log-freq", "1", "--lr-scheduler", "constant_with_warmup")
 STREAMING += ("--warmup-steps", "3", "--compression", "none", "--shard-size", "1")
+STREAMING += ("--data-held-out", "6")
 
 
 def write_files(folder, counts, seed, longest=300):
@@ -43,14 +44,14 @@ def expected(tokens_of, texts, scenario):
     # Neighbouring files share a reader: where they do not divide, the first readers have one more.
     shares = np.array_split(np.arange(len(texts)), count if by_file else 1)
     readers = [[text for number in share for text in texts[number]] for share in shares]
-    held, skip = 0, 0
-    while held < scenario["held_out"] * length and skip < len(readers[0]):
-        held += len(tokens_of(readers[0][skip]))
-        skip += 1
+    skip = scenario["held_out"]
     sequences = []
     for stream in range(count):
         documents = readers[stream] if by_file else readers[0]
-        numbers = [n for n in range(len(documents)) if by_file or n % count == stream]
+        # One to each stream, each round begins with the next one.
+        numbers = [
+            n for n in range(len(documents)) if by_file or (n + n // count) % count == stream
+        ]
         first = skip if stream == 0 or not by_file else 0
         ids = [i for n in numbers if n >= first for i in tokens_of(documents[n])]
         sequences.append([ids[i : i + length] for i in range(0, len(ids) - length + 1, length)])
@@ -92,7 +93,7 @@ def drawn(tmp_path_factory):
         files, texts[data] = write_files(folder, counts, seed)
         for name, plan in PLANS.items():
             scenario = {"files": files, "plan": plan, "streams": streams, "batch": batch}
-            scenario |= {"length": 32, "steps": 100, "held_out": 3 if seed % 2 else 0}
+            scenario |= {"length": 32, "steps": 100, "held_out": 3 if seed % 2 else 1}
             scenarios[data, name] = scenario
     (folder / "scenarios").write_text(json.dumps(list(scenarios.values())))
     worker = [sys.executable, Path(__file__).parent / "streams_worker.py", folder / "scenarios"]
@@ -133,6 +134,27 @@ def test_each_sequence_in_its_turn_on_its_rank(drawn, tokens_of, data, plan):
         for rank in range(4):
             owned = [ids for stream, ids in batch if stream % scenario["batch"] % world == rank]
             assert results[data, plan][rank][step] == (owned if rank < world else []), (step, rank)
+
+
+def test_unlike_documents_do_not_pile_up(tmp_path):
+    """One reader for eight streams. Every eighth document is long: if all these were of one stream,
+    they would wait in its queue while the others read on."""
+    lines = [json.dumps({"text": "ab " * (300 if i % 8 == 0 else 10)}) for i in range(6000)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    code = f"""
+import datasets, torch.distributed as dist
+from conftest import load
+rung = load("05-multinode")
+dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
+data = datasets.load_dataset("json", data_files="{tmp_path}/data.jsonl", streaming=True)["train"]
+streams = rung.Streams(data, rung.load_config("tiny", False)[1], 256, 8, 8, 1, 8)
+streams.open(0, 0, None)
+for step in range(200):
+    streams.draw()
+    print(max(map(len, streams.queues.values())))
+"""
+    longest = [int(line) for line in python(code).split()[-200:]]
+    assert max(longest) <= 16
 
 
 def test_an_epoch_has_each_sequence_once(drawn, tokens_of):
@@ -177,6 +199,21 @@ def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
         refused = run(rung, 1, *same, *flag, check=False)
         assert refused.returncode != 0
         assert f"the run in {tmp_path}/many/a has True" in refused.errors[0]
+    # Others held out would be others trained on.
+    refused = stream(1, tmp_path / "many", *data, "--data-held-out", 5, check=False)
+    assert f"--data-held-out 5: the run in {tmp_path}/many/a has 6" in refused.errors[0]
+
+
+def python(code):
+    """What a program prints."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 @pytest.mark.slow
@@ -244,14 +281,6 @@ for _ in range(300):
     streams.draw()
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 """
-        out = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment(),
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        peaks.append(float(out.split()[-1]))
+        peaks.append(float(python(code).split()[-1]))
     little, much = peaks
     assert much < little + 40, "MB"

@@ -4,7 +4,8 @@ import os
 import shutil
 import signal
 import subprocess
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,50 +26,78 @@ from slurm_cluster import SlurmMissing, cluster, processes_of
 pytestmark = pytest.mark.slow
 
 
-def slurm(environment, *command):
-    done = subprocess.run(
-        [str(word) for word in command], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+class Job:
+    """A job of train-llm.sbatch, named a, on a Slurm of two nodes."""
+
+    def __init__(self, folder, variables, steps):
+        self.variables = variables | {"SAVE_DIR": str(folder), "NPROC_PER_NODE": "1"}
+        for name in [name for name in variables if name.startswith(("COMET", "MASTER_"))]:
+            del self.variables[name]
+        self.variables |= {"LAST_CALL": "10", "HF_HOME": os.environ["LADDER_HF_HOME"]}
+        self.variables |= {"OMP_NUM_THREADS": "1"}
+        flags = named(folder, steps)[4:]
+        output = f"--output={folder}/job.log"
+        submit = ["sbatch", "--parsable", "--job-name=a", output, "train-llm.sbatch", *flags]
+        self.folder, self.id = folder, self.slurm(*submit).strip()
+
+    def slurm(self, *command):
+        """What a command of Slurm prints."""
+        done = subprocess.run(
+            [str(word) for word in command],
+            env=self.variables,
+            cwd=ROOT / "05-multinode",
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def state(self):
+        return self.slurm("scontrol", "show", "job", self.id).split("JobState=")[1].split()[0]
+
+    def advance(self, steps):
+        goal = last_step(self.folder / "a") + steps
+        wait_until(lambda: last_step(self.folder / "a") >= goal, f"step {goal} of the job")
+
+    def logs(self):
+        return "".join(path.read_text() for path in self.folder.glob("**/*.log"))
+
+    def processes(self, word, value):
+        """Process ids of the cluster with a word on their command line and of that environment."""
+        found = []
+        for process in processes_of(Path(self.variables["SLURM_CONF"]).parent):
+            with suppress(OSError):
+                line = Path(f"/proc/{process}/cmdline").read_bytes()
+                variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                if word.encode() in line and value.encode() in b"\0".join(variables):
+                    found.append(process)
+        return found
 
 
-def test_slurm_requeues_a_run_until_it_is_finished(curve, tmp_path):
-    """Two nodes. A requeue and a warning before the time limit: no step is lost, and the run goes
-    on by itself. Its end is the job's."""
-    steps = 400
+@pytest.fixture
+def slurm(tmp_path):
+    """A function that submits a job of so many steps."""
     with ExitStack() as stack:
         try:
             variables = stack.enter_context(cluster(tmp_path / "slurm"))
         except SlurmMissing as missing:
             pytest.skip(str(missing))
-        for name in [name for name in variables if name.startswith(("COMET", "MASTER_"))]:
-            del variables[name]
-        variables |= {"SAVE_DIR": str(tmp_path), "NPROC_PER_NODE": "1", "LAST_CALL": "10"}
-        variables |= {"HF_HOME": os.environ["LADDER_HF_HOME"], "OMP_NUM_THREADS": "1"}
-        flags = named(tmp_path, steps)[4:]
-        output = f"--output={tmp_path}/job.log"
-        submit = ["sbatch", "--parsable", "--job-name=a", output, "train-llm.sbatch", *flags]
-        os.chdir(ROOT / "05-multinode")
-        job = slurm(variables, *submit).strip()
+        yield partial(Job, tmp_path, variables)
 
-        def state():
-            shown = slurm(variables, "scontrol", "show", "job", job)
-            return shown.split("JobState=")[1].split()[0]
 
-        def until_step(goal):
-            wait_until(lambda: last_step(tmp_path / "a") >= goal, f"step {goal} of the job")
-
-        until_step(20)
-        slurm(variables, "scontrol", "requeue", job)
-        until_step(last_step(tmp_path / "a") + 20)
-        slurm(variables, "scancel", "--batch", "--signal=USR1", job)
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        wait_until(lambda: state() in ended, "the end of the job")
-        logs = "".join(path.read_text() for path in tmp_path.glob("**/*.log"))
-        assert state() == "COMPLETED", logs
-        workers = [p for p in processes_of(tmp_path / "slurm") if "train-llm" in command_line(p)]
-        assert not workers
+def test_slurm_requeues_a_run_until_it_is_finished(slurm, curve, tmp_path):
+    """Two nodes. A requeue and a warning before the time limit: no step is lost, and the run goes
+    on by itself. Its end is the job's."""
+    steps = 400
+    job = slurm(steps)
+    job.advance(20)
+    job.slurm("scontrol", "requeue", job.id)
+    job.advance(20)
+    job.slurm("scancel", "--batch", "--signal=USR1", job.id)
+    ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    wait_until(lambda: job.state() in ended, "the end of the job")
+    assert job.state() == "COMPLETED", job.logs()
+    assert not job.processes("train-llm", "SLURM_JOB_ID")
     assert_the_curve(tmp_path, curve)
     line = metrics(tmp_path / "a")[steps]
     assert (line["elastic/restarts"], line["elastic/steps_lost"]) == (2, 0)
@@ -76,12 +105,27 @@ def test_slurm_requeues_a_run_until_it_is_finished(curve, tmp_path):
     assert {path.name for path in (tmp_path / "a").glob("*.log")} == {"node0.log", "node1.log"}
 
 
-def command_line(process):
-    try:
-        with open(f"/proc/{process}/cmdline") as file:
-            return file.read()
-    except OSError:
-        return ""
+def test_slurm_loses_a_node(slurm, curve, tmp_path):
+    """Not that of the batch script. The other goes on in the same job."""
+    job = slurm(100000)
+    wait_until(lambda: world_sizes(tmp_path / "a") == 2, "both nodes")
+    job.advance(20)
+    lost = job.processes("slurmd", "SLURM_CONF")
+    lost = [p for p in lost if b"n2" in Path(f"/proc/{p}/cmdline").read_bytes().split(b"\0")]
+    lost += job.processes("", "SLURMD_NODENAME=n2")
+    assert len(lost) > 2
+    for process in lost:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    job.slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+    wait_until(lambda: world_sizes(tmp_path / "a") == 1, "one node")
+    job.advance(20)
+    assert job.state() == "RUNNING", job.logs()
+    job.slurm("scancel", job.id)
+    wait_until(lambda: job.state() == "CANCELLED", "the end of the job")
+    wait_until(lambda: not job.processes("train-llm", "SLURM_JOB_ID"), "the end of its processes")
+    assert (tmp_path / "a" / f"step-{last_step(tmp_path / 'a'):08d}").exists()
+    assert_the_curve(tmp_path, curve)
 
 
 class Hosts:

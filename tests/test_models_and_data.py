@@ -315,6 +315,7 @@ def test_formats_train(name, data_files, curve):
     assert losses[4]["loss"] < losses[1]["loss"]
 
 
+@pytest.mark.slow
 def test_one_process_of_a_node_tokenises(data_files, tmp_path):
     result = run("02-ddp", 3, *FEW, "-d", data_files / "d.jsonl", HF_HOME=str(tmp_path))
     maps = [line for line in result.err.replace("\r", "\n").splitlines() if "Map:   0%" in line]
@@ -343,8 +344,7 @@ def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
     ("flags", "rel"),
     [
         pytest.param(("--attn", "eager"), 1e-5, marks=pytest.mark.slow),
-        (("--activation-checkpointing",), 1e-5),
-        pytest.param(("--compile",), 1e-5, marks=pytest.mark.slow),
+        pytest.param(("--activation-checkpointing",), 1e-5, marks=pytest.mark.slow),
         pytest.param(("--compile", "--activation-checkpointing"), 1e-5, marks=pytest.mark.slow),
         (("--dtype", "bf16"), 5e-3),
     ],
@@ -390,6 +390,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
     """The scaler is for a GPU. Here its code runs on a CPU, past the check that keeps it off."""
@@ -405,7 +406,8 @@ def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
     assert state["scaler"]["scale"] == scales[-1]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 def test_parameters_and_moments_are_fp32_whatever_the_dtype(rung, processes, dtype, tmp_path):
     moments = "{str(m.dtype) for moments in optimizer.state.values() for m in moments.values()}"
@@ -415,6 +417,7 @@ def test_parameters_and_moments_are_fp32_whatever_the_dtype(rung, processes, dty
     assert "dtypes {'torch.float32'}" in run(rung, processes, *few, "--dtype", dtype, path=path).out
 
 
+@pytest.mark.slow
 def test_a_config_alone_trains_from_scratch(tmp_path):
     CONFIGS["qwen2"].save_pretrained(tmp_path / "config")
     named = ("-e", "a", "--save-dir", tmp_path)

@@ -32,11 +32,9 @@ def test_fifty_short_steps(curve, rung, processes):
     ("rung", "processes"),
     [
         ("02-ddp", 2),
-        ("03-fsdp", 1),
         ("03-fsdp", 4),
         ("04-compression", 2),
-        ("04-compression", 4),
-        ("05-multinode", 2),
+        ("05-multinode", 4),
     ],
 )
 def test_fifty_steps_on_all_rungs(curve, rung, processes):

@@ -109,7 +109,7 @@ def main(args, run_dir, flash):
     shape = (WORLD_SIZE // shard_size, shard_size)
     grid = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh, replicas = grid["shard"], grid.get_group("replicate")
-    for axis in grid.mesh_dim_names:
+    for axis in grid.mesh_dim_names:  # else they wait for 10 minutes, or 30
         dist.distributed_c10d._set_pg_timeout(patience, grid.get_group(axis))
     mode = args.compression if shape[0] > 1 else "none"
     alone = "" if shape[0] > 1 else ": nothing to compress, --shard-size 1 makes each process one"

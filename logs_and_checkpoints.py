@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 import zlib
@@ -54,10 +53,13 @@ def fail(message):
 
     The ranks of a node meet the same error and the first reports it. The others wait for it: when
     one of them leaves, torchrun stops the rest, maybe before the first has spoken."""
-    for _ in range(60 if LOCAL_RANK > 0 else 0):
+    until = time.monotonic() + 60
+    while LOCAL_RANK > 0 and time.monotonic() < until:
         time.sleep(1)
-        if not threading.main_thread().is_alive():  # this is a thread, its process has ended since
-            sys.exit(2)
+        with contextlib.suppress(psutil.Error):  # of one that ends while it is looked at
+            family = psutil.Process(os.getppid()).children()
+            if "0" not in [process.environ().get("LOCAL_RANK") for process in family]:
+                sys.exit(2)  # the first has spoken
     sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {message.strip().splitlines()[0]}\n")
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         os.kill(os.getppid(), signal.SIGTERM)  # else torchrun would try, and fail, as often

@@ -155,7 +155,6 @@ def main(args, run_dir, flash):
     # after the same step. Files are written by a thread, with collectives of its own.
     stop, saving, stall, order = [], None, 0.0, []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-    stager = DefaultStager(StagingOptions(device.type == "cuda", False, False, False))
     writer, beside = ThreadPoolExecutor(1), dist.new_group(timeout=patience, backend="gloo")
 
     for step in range(start + 1, total_steps + 1):
@@ -237,7 +236,8 @@ def main(args, run_dir, flash):
             plain = {"flags": vars(args), "total_steps": total_steps, "comet_key": log.comet_key}
             plain["scaler"] = scaler.state_dict()
             plain["streams"] = train.state() if args.streaming else None
-            copy = stager.stage(tensors_of(model, optimizer))
+            stager = DefaultStager(StagingOptions(device.type == "cuda", False, False, False))
+            copy = stager.stage(tensors_of(model, optimizer))  # in torch 2.11 each stages once
             save = partial(write_checkpoint, run_dir, step, copy, plain, args.keep_checkpoints)
             saving = writer.submit(save, beside)
             stall = 1000 * (time.perf_counter() - begin)

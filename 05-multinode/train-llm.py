@@ -153,7 +153,7 @@ def main(args, run_dir, flash):
         train.open(*state.get("streams") or (0, 0, None))
     # torchrun sends SIGTERM when machines come or go, Slurm when time is nearly up: all ranks save
     # after the same step. Files are written by a thread, with collectives of its own.
-    stop, saving, stall, order = [], None, 0.0, []
+    stop, saving, stall, order, stager = [], None, 0.0, [], None
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     writer, beside = ThreadPoolExecutor(1), dist.new_group(timeout=patience, backend="gloo")
 
@@ -236,8 +236,9 @@ def main(args, run_dir, flash):
             plain = {"flags": vars(args), "total_steps": total_steps, "comet_key": log.comet_key}
             plain["scaler"] = scaler.state_dict()
             plain["streams"] = train.state() if args.streaming else None
-            stager = DefaultStager(StagingOptions(device.type == "cuda", False, False, False))
-            copy = stager.stage(tensors_of(model, optimizer))  # in torch 2.11 each stages once
+            if stager is None or torch.__version__ < "2.12":  # before, each can be used once
+                stager = DefaultStager(StagingOptions(device.type == "cuda", False, False, False))
+            copy = stager.stage(tensors_of(model, optimizer))
             save = partial(write_checkpoint, run_dir, step, copy, plain, args.keep_checkpoints)
             saving = writer.submit(save, beside)
             stall = 1000 * (time.perf_counter() - begin)
@@ -341,7 +342,6 @@ class Streams:
         self.held_out = datasets.Dataset.from_dict(first).with_format("torch")
 
     def __len__(self):
-        """How many sequences the run takes. Where the streams end, they begin again."""
         return self.steps * self.batch if len(self.held_out) else 0
 
     def open(self, epoch, turn, places):

@@ -15,7 +15,8 @@
 # NODE_RANK       0 keeps the store if nobody else does; default: 0
 # MASTER_ADDR     the address of the store's machine as others reach it
 # MASTER_PORT     its port; default: 29500
-# RDZV_ID         the name of the job, the same on all nodes, a new one for each job of a keeper
+# RDZV_ID         the name of the job, the same on all nodes; a keeper needs a new one for each start
+#                 after all nodes have ended (else RendezvousClosedError)
 # LOCAL_ADDR      the address of this node as others reach it; default: the one that reaches the store
 # LAST_CALL       seconds in which more nodes are awaited once enough are there; default: 30
 # STORE_TIMEOUT   seconds after which a node leaves that cannot reach the store; default: 60

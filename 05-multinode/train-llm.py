@@ -236,7 +236,7 @@ def main(args, run_dir, flash):
             plain = {"flags": vars(args), "total_steps": total_steps, "comet_key": log.comet_key}
             plain["scaler"] = scaler.state_dict()
             plain["streams"] = train.state() if args.streaming else None
-            if stager is None or torch.__version__ < "2.12":  # before, each can be used once
+            if stager is None or torch.__version__ < "2.13":  # before, each can be used once
                 stager = DefaultStager(StagingOptions(device.type == "cuda", False, False, False))
             copy = stager.stage(tensors_of(model, optimizer))
             save = partial(write_checkpoint, run_dir, step, copy, plain, args.keep_checkpoints)

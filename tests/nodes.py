@@ -90,7 +90,8 @@ def keeper(variables):
 
 @contextmanager
 def job(folder, processes=1, keep=True, **more):
-    """Yields a function that starts a node of a new job, with a name, flags, and its number."""
+    """Yields a function that starts a node of a new job, with a name, flags, and its number. What
+    the nodes said is printed if the test fails."""
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NNODES": "1:4"}
     variables |= {
         "NPROC_PER_NODE": str(processes),
@@ -100,13 +101,18 @@ def job(folder, processes=1, keep=True, **more):
     variables |= more
     nodes = []
 
-    def start(name, *flags, rank=1):
-        nodes.append(Node(folder / f"{name}.log", variables | {"NODE_RANK": str(rank)}, flags))
+    def start(name, *flags, rank=1, **others):
+        own = variables | {"NODE_RANK": str(rank)} | others
+        nodes.append(Node(folder / f"{name}.log", own, flags))
         return nodes[-1]
 
     with keeper(variables) if keep else nullcontext():
         try:
             yield start
+        except BaseException:
+            for node in nodes:
+                print(f"{node.log}, exit code {node.process.poll()}:\n{node.said()}")
+            raise
         finally:
             for node in nodes:
                 node.kill()

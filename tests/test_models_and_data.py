@@ -411,7 +411,9 @@ def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 def test_parameters_and_moments_are_fp32_whatever_the_dtype(rung, processes, dtype, tmp_path):
     moments = "{str(m.dtype) for moments in optimizer.state.values() for m in moments.values()}"
-    probe = "print('dtypes', {str(p.dtype) for p in model.parameters()} | " + moments + ")"
+    found = "{str(p.dtype) for p in model.parameters()} | " + moments
+    # In one write: those of two processes do not mix.
+    probe = f"sys.stdout.write(f'dtypes {{ {found} }}\\n')"
     path = mutant(tmp_path, rung, ("    log.close()\n", f"    log.close()\n    {probe}\n"))
     few = (*SMALL[:6], "--max-steps", "2", "--eval-sequences", "1")
     assert "dtypes {'torch.float32'}" in run(rung, processes, *few, "--dtype", dtype, path=path).out

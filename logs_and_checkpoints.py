@@ -53,8 +53,7 @@ def fail(message):
 
     The ranks of a node meet the same error and the first reports it. The others wait for it: when
     one of them leaves, torchrun stops the rest, maybe before the first has spoken."""
-    until = time.monotonic() + 60
-    while LOCAL_RANK > 0 and time.monotonic() < until:
+    for _ in range(60 if LOCAL_RANK > 0 else 0):
         time.sleep(1)
         with contextlib.suppress(psutil.Error):  # of one that ends while it is looked at
             family = psutil.Process(os.getppid()).children()

@@ -10,7 +10,7 @@ from conftest import ROOT, RUNGS, script
 
 PAIRS = list(zip(RUNGS, RUNGS[1:], strict=False))
 CHANGED_LINES = {"02-ddp": 50, "03-fsdp": 60, "04-compression": 140, "05-multinode": 180}
-TOTAL_LINES = {"01-single-gpu": 360, "05-multinode": 710, "logs_and_checkpoints": 390}
+TOTAL_LINES = {"01-single-gpu": 360, "05-multinode": 710, "logs_and_checkpoints": 385}
 
 # Functions that a rung adds: the idea itself.
 NEW_FUNCTIONS = {"04-compression": ["average", "dct_basis", "exchange", "to_bytes", "from_bytes"]}

@@ -373,8 +373,7 @@ class Streams:
 
     def cut(self, stream, reader):
         """Yields the sequences of a stream from its place on, each with the place behind it."""
-        first, used, _ = self.places[stream]
-        tokens = []
+        (first, used, _), tokens = self.places[stream], []
         while self.queues[stream] or next(reader, False):
             if not self.queues[stream]:
                 continue
@@ -391,8 +390,8 @@ class Streams:
         """Takes the next global batch; returns the indices that `batches` cuts, rank's by rank."""
         drawn, self.rows = [], []
         while len(drawn) < self.batch:
-            live = torch.tensor([self.next.get(v) is not None for v in range(self.count)]).int()
-            dist.all_reduce(live)
+            live = np.array([self.next.get(v) is not None for v in range(self.count)], np.int32)
+            dist.all_reduce(torch.from_numpy(live))
             turns = [v % self.count for v in range(self.turn, self.turn + self.count)]
             turns = [v for v in turns if live[v]][: self.batch - len(drawn)]
             if not turns and self.turn == 0:
@@ -404,7 +403,8 @@ class Streams:
                     sequence, self.places[v] = self.next[v]
                     self.next[v] = next(self.cuts[v], None)
                     self.rows.append(sequence)
-                drawn, self.turn = [*drawn, v], v + 1
+                drawn.append(v)
+                self.turn = v + 1
         # Where a rank has fewer than others: sequences without targets.
         most = max(Counter(v % self.batch % WORLD_SIZE for v in drawn).values())
         self.rows += [[-100] * self.length] * (most - len(self.rows))

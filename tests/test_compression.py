@@ -66,7 +66,7 @@ def test_the_basis_is_the_orthonormal_dct(rung, chunk):
 @pytest.mark.parametrize("chunk", [2, 3, 64, 100, 128, 256, 512, 600])
 def test_the_basis_is_that_of_scipy(rung, chunk):
     """Slow, because transformers imports scipy wherever it is installed: 0.4 s in each process."""
-    fft = pytest.importorskip("scipy.fft", reason="needs scipy: pip install -e '.[benchmark]'")
+    fft = pytest.importorskip("scipy.fft", reason="needs scipy: pip install -e '.[scipy]'")
     values = torch.randn(7, chunk, generator=torch.Generator().manual_seed(chunk)).double()
     known = torch.from_numpy(fft.dct(values.numpy(), type=2, norm="ortho")).float()
     assert torch.allclose(values.float() @ rung.dct_basis(chunk, CPU).T, known, atol=1e-5)

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import SMALL, end, load, metrics, run, script, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.flop_counter import FlopCounterMode
 
 NAMED = (*SMALL, "--log-freq", "2", "--max-steps", "6", "--ckpt-freq", "3", "--eval-freq", "3")
 ALWAYS = {"step", "loss", "grad_norm", "learning_rate", "epoch", "tokens_seen", "tokens_per_second"}
@@ -73,6 +75,38 @@ def test_times_are_means_over_the_steps_between_two_log_lines(monkeypatch):
                 log.lap(phase)
         means = [10, 20, 30, 40, 100]
         assert list(log.times().values()) == pytest.approx(means)
+
+
+SIZES = {"vocab_size": 384, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {"tie_word_embeddings": False}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+        ("qwen3", {"head_dim": 128, "num_key_value_heads": 2}),
+        ("gpt2", {}),
+        ("gpt_neox", {}),
+    ],
+)
+@pytest.mark.parametrize("length", [64, 256])
+def test_flops_per_token_are_those_that_pytorch_counts(kind, more, length):
+    """mfu divides by them. Counted: matrix products of forward and backward. The formula has the
+    norms' weights and biases beside, less than half a percent here."""
+    load("01-single-gpu")
+    import logs_and_checkpoints as module
+
+    config = transformers.AutoConfig.for_model(kind, **SIZES | more)
+    # eager: its attention is two matrix products, which the counter knows on any device.
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        ids = torch.zeros(2, length, dtype=torch.long)
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    counted = counter.get_total_flops() / (2 * length)
+    said = module.describe(model, length, torch.device("cpu"))["flops_per_token"]
+    assert counted == pytest.approx(said, rel=5e-3)
 
 
 def test_a_run_that_diverges_ends_and_says_so(tmp_path):

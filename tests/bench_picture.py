@@ -1,0 +1,100 @@
+"""All rungs side by side: the picture and the table of the README."""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench_common import (
+    MEASURED,
+    RUNG_01,
+    RUNG_02,
+    RUNG_03,
+    RUNG_04,
+    RUNG_05,
+    environment,
+    report,
+    run_on,
+    two_nodes,
+    write_model,
+)
+from bench_speed import LLAMA_25M
+from conftest import ROOT, metrics
+
+STEPS = 60
+# Name in the table: rung, flags.
+RUNS = {
+    "01": (RUNG_01, []),
+    "02": (RUNG_02, []),
+    "03": (RUNG_03, []),
+    "04, none": (RUNG_04, ["--shard-size", 1, "--compression", "none"]),
+    "04, int8": (RUNG_04, ["--shard-size", 1]),
+    "04, randk in int4": (
+        RUNG_04,
+        ["--shard-size", 1, "--compression", "randk", "--wire-dtype", "int4"],
+    ),
+    "05, int8": (RUNG_05, ["--shard-size", 1]),
+}
+
+
+def measure(names, rung, flags):
+    """Lines of one run by step, and MB that a node sent per step."""
+    if rung == RUNG_01:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, ROOT / rung / "train-llm.py", *flags]
+            command += ["-e", "run", "--save-dir", folder]
+            out = subprocess.DEVNULL
+            subprocess.run(map(str, command), env=environment(), check=True, stdout=out)
+            return metrics(Path(folder, "run")), 0.0
+    lines, sent = run_on(names, rung, None, flags)
+    return {line["step"]: line for line in lines}, statistics.mean(sent) / STEPS / 1e6
+
+
+def picture():
+    """A Llama of 25 M parameters on Python's documentation, two nodes of one core each."""
+    results = {}
+    with tempfile.TemporaryDirectory() as folder, two_nodes() as names:
+        common = ["-m", write_model(Path(folder, "model"), **LLAMA_25M), "-s", 128, "-b", 4]
+        common += ["--global-batch-size", 8, "--max-steps", STEPS, "--log-freq", 1]
+        common += ["--eval-sequences", 1, "--ckpt-freq", 10**9, "--device", "cpu"]
+        for name, (rung, flags) in RUNS.items():
+            results[name] = measure(names, rung, [*common, *flags])
+            print(name, results[name][0][STEPS]["loss"], flush=True)
+    columns = {"tokens/s": [], "state of a rank, MB": [], "MB that a rank sends per step": []}
+    rows = []
+    for name, (lines, sent) in results.items():
+        times = [line["time/total_ms"] for step, line in lines.items() if step > 5]
+        rate = 8 * 128 / statistics.median(times) * 1000
+        numbers = [rate, 1000 * lines[STEPS]["memory/state_gb"], sent]
+        for column, number in zip(columns.values(), numbers, strict=True):
+            column.append(number)
+        losses = [f"{lines[step]['loss']:.4f}" for step in (1, 30, STEPS)]
+        rows.append([name, *losses, *(f"{number:,.0f}" for number in numbers)])
+    head = ["rung", *(f"loss at step {step}" for step in (1, 30, STEPS)), *columns]
+    report("picture", head, rows)
+    draw(results, columns)
+
+
+def draw(results, columns):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.6), width_ratios=[1.6, 1, 1, 1])
+    colors = [f"C{i}" for i in range(len(results))]
+    for i, (name, (lines, _)) in enumerate(results.items()):
+        losses = [line["loss"] for line in lines.values()]
+        # Curves that lie on each other: the first drawn is the widest.
+        axes[0].plot(list(lines), losses, label=name, color=colors[i], linewidth=8 - i)
+    axes[0].set(xlabel="step", ylabel="loss, nats per byte", title="loss")
+    axes[0].legend(fontsize=8)
+    for axis, (title, numbers) in zip(axes[1:], columns.items(), strict=True):
+        bars = axis.barh(list(results), numbers, color=colors)
+        axis.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=2)
+        axis.set(title=title, xlim=(0, 1.25 * max(numbers)))
+        axis.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(MEASURED / "picture.svg", metadata={"Date": None})

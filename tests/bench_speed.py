@@ -1,0 +1,550 @@
+"""Measures speed, memory, start, checkpoints and recovery of the rungs, some against peers.py."""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nodes
+import psutil
+from bench_common import (
+    GPU,
+    MEASURED,
+    RUNG_01,
+    RUNG_02,
+    RUNG_03,
+    RUNG_04,
+    RUNG_05,
+    environment,
+    report,
+    torchrun,
+    write_model,
+)
+from conftest import ROOT, metrics
+
+ROUNDS = 5
+THREADS = str(os.cpu_count())
+LLAMA_25M = {"hidden_size": 512, "intermediate_size": 1344, "num_hidden_layers": 8}
+LLAMA_25M |= {"num_attention_heads": 8}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
+TINY = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
+# Name: sizes, sequence length, micro-batch, global batch, steps, of which to warm up.
+MODELS = {
+    "tiny, 0.7 M": (TINY, 256, 8, 32, 30, 10),
+    "Llama, 25 M": (LLAMA_25M, 128, 4, 16, 6, 2),
+    "GPT-2, 124 M": (GPT2, 128, 2, 4, 6, 2),
+}
+if GPU:
+    MODELS = {
+        "Llama-3.2-1B, 2048 tokens": (LLAMA_1B, 2048, 8, 16, 15, 5),
+        "Llama-3.2-1B, 4096 tokens": (LLAMA_1B, 4096, 4, 8, 15, 5),
+        "GPT-2, 124 M": (GPT2, 1024, 16, 64, 30, 10),
+    }
+
+
+def setting(folder, name):
+    """A model of the table above as what peers.py takes."""
+    sizes, seq_length, batch_size, global_batch_size, steps, warm = MODELS[name]
+    model = write_model(Path(folder, "model"), **{"max_position_embeddings": 4096} | sizes)
+    how = {"model": str(model), "seq_length": seq_length, "batch_size": batch_size}
+    return how | {"global_batch_size": global_batch_size, "steps": steps, "warm": warm}
+
+
+def flags_of(how, name, folder):
+    """The same as flags of a rung, which logs every `warm` steps."""
+    flags = ["-m", how["model"], "-d", "dummy", "-s", how["seq_length"], "-b", how["batch_size"]]
+    flags += ["--global-batch-size", how["global_batch_size"], "--max-steps", how["steps"]]
+    flags += ["--log-freq", how["warm"], "--eval-sequences", 1, "-e", name, "--save-dir", folder]
+    return [str(flag) for flag in flags]
+
+
+def result_of(how, run_dir):
+    """Tokens per second behind the warm-up, by what a run logged, and the losses logged."""
+    lines = metrics(run_dir).values()
+    ms = statistics.mean(x["time/total_ms"] for x in lines if x["step"] > how["warm"])
+    rate = 1000 * how["global_batch_size"] * how["seq_length"] / ms
+    last = list(lines)[-1]
+    return {"tokens_per_second": rate, "losses": {x["step"]: x["loss"] for x in lines}} | last
+
+
+def run_rung(how, rung, processes, *more, patch=None):
+    """One run of a rung; its result."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*flags_of(how, "run", folder), *map(str, more)]
+        command = torchrun(["--standalone", "--nproc-per-node", processes], rung, patch, flags)
+        if rung == RUNG_01 and not patch:
+            command = [sys.executable, str(ROOT / rung / "train-llm.py"), *flags]
+        threads = environment(OMP_NUM_THREADS=THREADS if processes == 1 else "1")
+        subprocess.run(command, env=threads, check=True, capture_output=True)
+        return result_of(how, Path(folder, "run"))
+
+
+def run_side_by_side(how):
+    """Two runs of rung 01 at once, each with one thread and half of the batch: tokens/s summed."""
+    half = how | {"global_batch_size": how["global_batch_size"] // 2}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = []
+        for name in ("a", "b"):
+            command = [sys.executable, str(ROOT / RUNG_01 / "train-llm.py")]
+            command += flags_of(half, name, folder)
+            runs.append(subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL))
+        for run in runs:
+            if run.wait():
+                raise RuntimeError("rung 01 failed, see above")
+        rates = [result_of(half, Path(folder, name))["tokens_per_second"] for name in ("a", "b")]
+    return {"tokens_per_second": sum(rates)}
+
+
+def run_peer(how, name, processes=1, **more):
+    """One run of peers.py; what it printed."""
+    command = [sys.executable, Path(__file__).with_name("peers.py"), name, json.dumps(how | more)]
+    if processes > 1 or name == "accelerated":
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+        command[1:1] = launch
+    threads = environment(OMP_NUM_THREADS=THREADS if processes == 1 else "1")
+    run = subprocess.run(map(str, command), env=threads, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{name}: {run.stderr[-3000:]}")
+    return json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
+
+
+def in_turn(contenders):
+    """Runs each contender once per round, A B A B; the results of each by name."""
+    results = {name: [] for name in contenders}
+    for number in range(ROUNDS):
+        for name, run in contenders.items():
+            results[name].append(run())
+            rate = results[name][-1]["tokens_per_second"]
+            print(f"round {number + 1}: {name}: {rate:,.0f} tokens/s", flush=True)
+    return results
+
+
+def ratios(results, name, other):
+    """Median and range of tokens/s of one contender against another, round by round."""
+    pairs = zip(results[name], results[other], strict=True)
+    values = [x["tokens_per_second"] / y["tokens_per_second"] for x, y in pairs]
+    return f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"
+
+
+def rate(results, name):
+    return f"{statistics.median(x['tokens_per_second'] for x in results[name]):,.0f}"
+
+
+def must_agree(rung, losses):
+    """The same work: a peer's losses are those that the rung logged."""
+    bound = 2e-2 if GPU else 1e-4
+    for step, loss in rung["losses"].items():
+        if abs(losses[step - 1] / loss - 1) > bound:
+            sys.exit(f"step {step}: the peer's loss is {losses[step - 1]}, the rung's {loss}")
+
+
+def single():
+    """Rung 01 against the bare loop and transformers.Trainer, on one device."""
+    rows = []
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            how = setting(folder, name)
+            contenders = {
+                "rung 01": lambda how=how: run_rung(how, RUNG_01, 1),
+                "the bare loop": lambda how=how: run_peer(how, "bare"),
+                "Trainer": lambda how=how: run_peer(how, "trainer"),
+            }
+            if name.startswith("tiny"):
+                padded = lambda how=how: run_peer(how, "trainer", padded=True)  # noqa: E731
+                contenders["Trainer, documents padded"] = padded
+            if GPU:
+                compiled = lambda how=how: run_rung(how, RUNG_01, 1, "--compile")  # noqa: E731
+                contenders["rung 01 --compile"] = compiled
+            results = in_turn(contenders)
+        must_agree(results["rung 01"][0], results["the bare loop"][0]["losses"])
+        for contender in contenders:
+            row = [name, contender, rate(results, contender)]
+            rows.append([*row, *ratios(results, "rung 01", contender)])
+        for x in results["rung 01"] + results.get("rung 01 --compile", []):
+            if "mfu" in x:
+                print(f"mfu {x['mfu']:.3f}, peak {x['memory/peak_allocated_gb']:.1f} GB")
+    head = ["model", "", "tokens/s", f"rung 01 against it, median of {ROUNDS}", "range"]
+    report("single-cuda" if GPU else "single", head, rows)
+
+
+def scaling():
+    """Two processes: rungs 02 and 03 against two runs of rung 01, one another, and accelerate."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Two processes of four micro-batches.
+        how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "global_batch_size": 16}
+        contenders = {
+            "two runs of rung 01": lambda: run_side_by_side(how),
+            "rung 02": lambda: run_rung(how, RUNG_02, 2),
+            "rung 03": lambda: run_rung(how, RUNG_03, 2),
+            "accelerate, DDP": lambda: run_peer(how, "accelerated", 2),
+            "accelerate, FSDP2": lambda: run_peer(how, "accelerated", 2, fsdp=True),
+        }
+        results = in_turn(contenders)
+    for name in ("accelerate, DDP", "accelerate, FSDP2"):
+        must_agree(results["rung 02"][0], results[name][0]["losses"])
+    rows = []
+    for name, other in [
+        ("rung 02", "two runs of rung 01"),
+        ("rung 02", "accelerate, DDP"),
+        ("rung 03", "rung 02"),
+        ("rung 03", "accelerate, FSDP2"),
+    ]:
+        rows.append([name, other, rate(results, name), rate(results, other)])
+        rows[-1] += ratios(results, name, other)
+    head = ["", "against", "tokens/s", "tokens/s of the other", f"ratio, median of {ROUNDS}"]
+    report("scaling", [*head, "range"], rows)
+
+
+def world_of_one():
+    """The code of DDP and FSDP with nobody to talk to, against rung 01."""
+    name = next(iter(MODELS)) if GPU else "Llama, 25 M"
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, name)
+        contenders = {
+            "rung 01": lambda: run_rung(how, RUNG_01, 1),
+            "rung 02": lambda: run_rung(how, RUNG_02, 1),
+            "rung 03": lambda: run_rung(how, RUNG_03, 1),
+        }
+        results = in_turn(contenders)
+    rows = [[x, rate(results, x), *ratios(results, x, "rung 01")] for x in contenders]
+    head = [f"{name}, one process", "tokens/s", f"against rung 01, median of {ROUNDS}", "range"]
+    report("world-of-one-cuda" if GPU else "world-of-one", head, rows)
+
+
+def memory():
+    """State of a rank (parameters, gradients, Adam's moments) in rungs 02 and 03."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M") | {"batch_size": 1, "global_batch_size": 4}
+        how |= {"seq_length": 32, "steps": 2, "warm": 1}
+        for processes in (1, 2, 4):
+            ddp = run_rung(how, RUNG_02, processes)["memory/state_gb"]
+            fsdp = run_rung(how, RUNG_03, processes)["memory/state_gb"]
+            share = f"{fsdp / ddp:.3f}", f"{fsdp / ddp * processes - 1:+.1%}".replace("%", " %")
+            rows.append([processes, f"{1000 * ddp:.1f}", f"{1000 * fsdp:.1f}", *share])
+    head = ["processes W", "rung 02, MB", "rung 03, MB", "03 / 02", "off 1/W by"]
+    report("memory", head, rows)
+
+
+def start():
+    """From the start of the process to the end of its first step, against imports and loading."""
+    spent = {"rung 01": [], "load": []}
+    for _ in range(ROUNDS):
+        command = [sys.executable, "-u", str(ROOT / RUNG_01 / "train-llm.py"), "--max-steps", "2"]
+        process = psutil.Popen(
+            command, env=environment(OMP_NUM_THREADS=THREADS), stdout=subprocess.PIPE, text=True
+        )
+        for line in process.stdout:
+            if line.startswith("step     1/"):
+                spent["rung 01"].append(time.time() - process.create_time())
+        process.wait()
+        with tempfile.TemporaryDirectory() as folder:
+            model = write_model(Path(folder), **TINY)
+            spent["load"].append(run_peer({"model": str(model)}, "load")["loaded_s"])
+    values = [x / y for x, y in zip(*spent.values(), strict=True)]
+    rows = [[f"{statistics.median(times):.2f}" for times in spent.values()]]
+    rows[0] += [f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"]
+    head = ["start to the end of the first step, s", "imports and loading alone, s"]
+    report("start", [*head, f"ratio, median of {ROUNDS}", "range"], rows)
+
+
+def timers():
+    """What the timers and the log cost of a step, added up within the run."""
+    rows = []
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            how = setting(folder, name)
+            flags = [*flags_of(how, "run", folder), "--log-freq", 10, "--max-steps", 40]
+            flags = flags if name.startswith("tiny") or GPU else [*flags, "--max-steps", 20]
+            command = torchrun(["--standalone"], RUNG_01, "clocked", flags)
+            threads = environment(OMP_NUM_THREADS=THREADS)
+            run = subprocess.run(command, env=threads, capture_output=True, text=True, check=True)
+        line = [x for x in run.stdout.splitlines() if x.startswith("clocked ")][0]
+        timers, log, total = map(float, line.split()[1:])
+        rows.append([name, f"{total:,.1f}", f"{timers:.3f}", f"{100 * timers / total:.3f} %"])
+        rows[-1] += [f"{log:.3f}", f"{100 * log / total:.2f} %"]
+    head = ["model", "step, ms", "timers, ms", "of a step"]
+    head += ["log lines, files and TensorBoard, ms", "of a step"]
+    report("timers-cuda" if GPU else "timers", head, rows)
+
+
+def clocked(module, _):
+    """Adds up the time within the timers, and within all that writes the log."""
+    spent = {"timers": 0.0, "log": 0.0, "steps": 0}
+    log, began = module.RunLog, []
+
+    def wrap(name, book):
+        inner = getattr(log, name)
+
+        def timed(*values):
+            before = time.perf_counter()
+            result = inner(*values)
+            spent[book] += time.perf_counter() - before
+            return result
+
+        setattr(log, name, timed)
+
+    for name, book in (("lap", "timers"), ("times", "timers"), ("step", "log")):
+        wrap(name, book)
+    memory_gb, close, step = module.memory_gb, log.close, log.step
+
+    def timed_memory(*values):
+        before = time.perf_counter()
+        result = memory_gb(*values)
+        spent["log"] += time.perf_counter() - before
+        return result
+
+    def count(self, number, numbers):
+        began.append(time.perf_counter())
+        if len(began) == 2:  # the first step warms up
+            spent.update(timers=0.0, log=0.0)
+        step(self, number, numbers)
+
+    def say(self):
+        close(self)
+        steps = len(began) - 2
+        total = (began[-1] - began[1]) / steps
+        times = [1000 * x / steps for x in (spent["timers"], spent["log"])]
+        print("clocked", *times, 1000 * total, flush=True)
+
+    module.memory_gb, log.step, log.close = timed_memory, count, say
+
+
+def checkpoint():
+    """Rung 04 saves in the loop, rung 05 beside it: what the loop waits for in each."""
+    rows, stalls = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
+        model = write_model(Path(folder, "model"), **sizes)
+        for rung in (RUNG_04, RUNG_05):
+            flags = ["-m", model, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 2]
+            flags += ["--eval-sequences", 4, "--max-steps", 40, "--ckpt-freq", 8, "--log-freq", 1]
+            flags += ["-e", rung, "--save-dir", folder, "--compression", "none", "--shard-size", 1]
+            processes = 1 if GPU else 2
+            how = ["--standalone", "--nproc-per-node", processes]
+            command = torchrun(how, rung, None, flags)
+            subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
+            lines = metrics(Path(folder, rung)).values()
+            state = next(iter(lines))["memory/state_gb"]
+            row = [rung, f"{state:.2f}"]
+            for name in ("checkpoint/save_ms", "checkpoint/stall_ms"):
+                row.append(f"{statistics.median(x[name] for x in lines if name in x):,.0f}")
+            stalls.append(statistics.median(x[name] for x in lines if name in x))
+            # The steps beside which files are written, and the others.
+            near = [x["time/total_ms"] for x in lines if x["step"] > 8 and x["step"] % 8 in (1, 2)]
+            far = [x["time/total_ms"] for x in lines if x["step"] > 8 and x["step"] % 8 in (6, 7)]
+            row += [f"{statistics.median(part):,.0f}" for part in (near, far)]
+            rows.append([*row, f"{stalls[-1] / stalls[0]:.2f}"])
+    head = ["rung", "state of a rank, GB", "until it is on disk, ms", "the loop waits, ms"]
+    head += ["the two steps behind it, ms", "other steps, ms", "wait against rung 04"]
+    report("checkpoint-cuda" if GPU else "checkpoint", head, rows)
+
+
+def recovery():
+    """From a kill to the first new step of rung 05, in its parts."""
+    os.environ["LADDER_HF_HOME"] = tempfile.mkdtemp()
+    cases = {
+        "a process of one machine": (1, "1"),
+        "one of two nodes, LAST_CALL=3": (2, "3"),
+        "one of two nodes, LAST_CALL=30, the default": (2, "30"),
+    }
+    rows = []
+    for name, (count, last_call) in cases.items():
+        tries = [recover(count, last_call) for _ in range(3)]
+        parts = [statistics.median(part) for part in zip(*tries, strict=True)]
+        rows.append([name, *(f"{part:.1f}" for part in parts)])
+        rows[-1][-2] = f"{parts[-2]:.0f}"
+        print(rows[-1], flush=True)
+    head = ["killed, by SIGKILL", "detection, s", "rendezvous, s", "start, s", "load, s"]
+    report("recovery", [*head, "replay, s", "steps repeated", "in all, s"], rows)
+
+
+def recover(count, last_call):
+    """Kills one worker, or of two nodes the second: the seconds of each part."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        variables = {"NNODES": "1" if count == 1 else "1:2", "LAST_CALL": last_call}
+        processes = 2 if count == 1 else 1
+        start = stack.enter_context(nodes.job(folder, processes, keep=count == 2, **variables))
+        flags = ["-e", "a", "--save-dir", folder, "--shard-size", 1, "--log-freq", 1]
+        flags += ["--ckpt-freq", 20, "--max-steps", 100000, "-s", 64, "--global-batch-size", 8]
+        started = [start(f"node-{i}", *flags, rank=i) for i in range(count)]
+        # The checkpoint of step 20 is on disk, and some steps are made behind it.
+        nodes.wait_until(lambda: nodes.last_step(folder / "a") > 30, "30 steps", started)
+        workers = {worker.pid for node in started for worker in node.workers()}
+        killed = time.time()
+        if count == 1:
+            os.kill(min(started[0].workers(), key=lambda w: w.pid).pid, signal.SIGKILL)
+        else:
+            started[1].kill()
+        furthest, seen, agent = nodes.last_step(folder / "a"), {}, started[0]
+        while "new" not in seen:
+            said = agent.said()
+            fresh = [w for w in agent.workers() if w.pid not in workers]
+            if "failed (exitcode" in said or "Closing process" in said:
+                seen.setdefault("noticed", time.time())
+            if fresh:
+                with contextlib.suppress(psutil.Error):
+                    seen.setdefault("born", fresh[0].create_time())
+                behind = said.split("failed (exitcode")[-1]
+                if " parameters, " in behind:
+                    seen.setdefault("built", time.time())
+                if "resumed from /" in behind:
+                    seen.setdefault("loaded", time.time())
+                if nodes.last_step(folder / "a") > furthest and "loaded" in seen:
+                    lines = [x for x in behind.splitlines() if "steps repeated" in x]
+                    repeated = int(lines[0].split(", ")[-1].split()[0])
+                    seen["new"] = time.time()
+            time.sleep(0.02)
+        marks = [killed, *(seen[x] for x in ("noticed", "born", "built", "loaded", "new"))]
+        parts = [later - earlier for earlier, later in zip(marks, marks[1:], strict=False)]
+        return [*parts, repeated, seen["new"] - killed]
+
+
+def profile(rung):
+    """A trace of three steps for ui.perfetto.dev, and the dearest operations."""
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M" if not GPU else next(iter(MODELS)))
+        flags = [*flags_of(how, "run", folder), "--max-steps", "7", "--log-freq", "7"]
+        processes = 1 if rung == RUNG_01 or GPU else 2
+        command = torchrun(["--standalone", "--nproc-per-node", processes], rung, "traced", flags)
+        subprocess.run(command, env=environment(), check=True)
+
+
+def traced(module, _):
+    """Steps 5 to 7 under torch.profiler, rank 0's."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * GPU
+    trace = profile(activities=kinds, schedule=schedule(wait=3, warmup=1, active=3))
+    step, close = module.RunLog.step, module.RunLog.close
+
+    def traced_step(self, number, numbers):
+        step(self, number, numbers)
+        trace.step()
+
+    def export(self):
+        trace.stop()
+        if int(os.environ["RANK"]) == 0:
+            rung = Path(sys.argv[0]).parent.name
+            path = MEASURED.parent / f"profile-{rung}.json"
+            trace.export_chrome_trace(str(path))
+            key = "self_cuda_time_total" if GPU else "self_cpu_time_total"
+            print(trace.key_averages().table(sort_by=key, row_limit=20))
+            print(path)
+        close(self)
+
+    module.RunLog.step, module.RunLog.close = traced_step, export
+    trace.start()
+
+
+# What was tried: patches and flags on rung 01 or 03, against the rung as it is.
+
+
+def unfused(module, _):
+    """AdamW as PyTorch chooses on its own."""
+    adamw = module.torch.optim.AdamW
+
+    def plain(*values, fused, **named):
+        return adamw(*values, **named)
+
+    module.torch.optim.AdamW = plain
+
+
+def gathered(module, _):
+    """FSDP keeps a block's parameters from its forward to its backward."""
+    shard = module.fsdp.fully_shard
+
+    def keep(*values, **named):
+        return shard(*values, reshard_after_forward=False, **named)
+
+    module.fsdp.fully_shard = keep
+
+
+def masked(module, _):
+    """A causal mask built out, (1, 1, T, T), in the place of is_causal."""
+
+    def loss_sum(model, input_ids, targets):
+        length = input_ids.shape[1]
+        seen = module.torch.ones(length, length, dtype=module.torch.bool).tril()[None, None]
+        logits = model(input_ids=input_ids, attention_mask=seen, use_cache=False).logits
+        logits = logits.float().flatten(0, 1)
+        return module.F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+    module.loss_sum = loss_sum
+
+
+def head_of(model, input_ids):
+    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+    return hidden.flatten(0, 1), model.get_output_embeddings().weight
+
+
+def chunked(module, count):
+    """Logits of a part of the positions at a time, made again in the backward."""
+
+    def part_loss(hidden, weight, targets):
+        return module.F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
+
+    def loss_sum(model, input_ids, targets):
+        hidden, weight = head_of(model, input_ids)
+        parts = zip(hidden.chunk(int(count)), targets.flatten().chunk(int(count)), strict=True)
+        again = module.partial(module.checkpoint, part_loss, use_reentrant=False)
+        return sum(again(part, weight, target) for part, target in parts)
+
+    module.loss_sum = loss_sum
+
+
+def linear_cross_entropy(module, _):
+    """PyTorch's own fusion of the output layer and the loss, since 2.13."""
+
+    def loss_sum(model, input_ids, targets):
+        hidden, weight = head_of(model, input_ids)
+        return module.F.linear_cross_entropy(hidden, weight, targets.flatten(), reduction="sum")
+
+    module.loss_sum = loss_sum
+
+
+PATCHES = {"clocked": clocked, "traced": traced, "unfused": unfused, "gathered": gathered}
+PATCHES |= {"masked": masked, "chunked": chunked, "linear_ce": linear_cross_entropy}
+WIDE = {**TINY, "vocab_size": 128256, "tie_word_embeddings": True}
+LEVERS = [
+    # What, model, rung, processes, patch, flags.
+    ("AdamW unfused", "Llama, 25 M", RUNG_01, 1, "unfused", []),
+    ("a causal mask in the place of is_causal", "tiny, 0.7 M", RUNG_01, 1, "masked", []),
+    ("--compile", "Llama, 25 M", RUNG_01, 1, None, ["--compile"]),
+    ("reshard_after_forward=False", "Llama, 25 M", RUNG_03, 2, "gathered", []),
+    ("loss in 8 parts, vocabulary 128,256", "wide", RUNG_01, 1, "chunked=8", []),
+    ("F.linear_cross_entropy, the same", "wide", RUNG_01, 1, "linear_ce", []),
+]
+
+
+def levers():
+    """What might make a rung faster or smaller, against the rung as it is, three rounds."""
+    MODELS["wide"] = (WIDE, 256, 8, 16, 6, 2)
+    rows = []
+    for what, name, rung, processes, patch, flags in LEVERS:
+        rates, peaks, losses = [], [], []
+        with tempfile.TemporaryDirectory() as folder:
+            how = setting(folder, name)
+            for _ in range(3):
+                plain = run_rung(how, rung, processes)
+                other = run_rung(how, rung, processes, *flags, patch=patch)
+                rates.append(other["tokens_per_second"] / plain["tokens_per_second"])
+                peak = "memory/peak_allocated_gb"
+                peaks.append(other[peak] - plain[peak])
+                losses.append(abs(other["loss"] / plain["loss"] - 1))
+        row = [what, f"{name}, rung {rung[:2]}", f"{statistics.median(rates):.2f}"]
+        row += [f"{statistics.median(peaks):+.2f}", f"{max(losses):.0e}"]
+        rows.append(row)
+        print(rows[-1], flush=True)
+    head = ["lever", "on", "tokens/s against without", "peak memory, GB more"]
+    report("levers-cuda" if GPU else "levers", [*head, "loss off by"], rows)

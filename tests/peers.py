@@ -1,0 +1,233 @@
+"""What the rungs are compared with: a bare loop, transformers.Trainer, accelerate. Same model, same
+random tokens (as `-d dummy`), same dtype, same global batch, same optimizer.
+
+    python tests/peers.py bare '{"model": FOLDER, "seq_length": 256, ...}'
+
+prints one line of JSON: target tokens per second over the steps behind `warm`, the loss of each
+step, and when the first step was done. tests/benchmark.py starts it, accelerate's by torchrun."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as F
+import transformers
+
+GPU = torch.cuda.is_available()
+
+
+def load_model(how):
+    """The model that a rung makes of the same folder and seed."""
+    config = transformers.AutoConfig.from_pretrained(how["model"])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.train()
+
+
+def load_tokens(how):
+    """The sequences of `-d dummy`, the 5 % left out that a rung holds out: (3891, T) int64."""
+    tokens = np.random.default_rng(0).integers(257, size=(4096, how["seq_length"]))
+    return torch.from_numpy(tokens[: 4096 - 205])
+
+
+def windows(how, tokens):
+    """The sequences of each step, those that rung 01 takes."""
+    order = np.random.default_rng((0, 0)).permutation(len(tokens))
+    size = how["global_batch_size"]
+    return [order[i * size : (i + 1) * size] for i in range(how["steps"])]
+
+
+def now():
+    if GPU:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def schedule(optimizer, how):
+    warmup = min(100, how["steps"] // 10)
+    return transformers.get_scheduler("cosine", optimizer, warmup, how["steps"])
+
+
+def print_result(how, times, losses, tokens_per_step):
+    """`times`: the end of each step; `tokens_per_step`: of all processes."""
+    seconds = times[-1] - times[how["warm"] - 1]
+    rate = tokens_per_step * (how["steps"] - how["warm"]) / seconds
+    started = psutil.Process().create_time() - time.time() + time.perf_counter()
+    result = {"tokens_per_second": rate, "losses": losses, "first_step_s": times[0] - started}
+    print(json.dumps(result), flush=True)
+
+
+def bare(how):
+    """Forward, backward, clip, fused AdamW on tensors that are in memory already: the limit."""
+    device, dtype = torch.device("cuda" if GPU else "cpu"), torch.bfloat16
+    model = load_model(how).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01, fused=True)
+    lr, tokens = schedule(optimizer, how), load_tokens(how)
+    steps = [tokens[window].split(how["batch_size"]) for window in windows(how, tokens)]
+    steps = [[part.to(device) for part in parts] for parts in steps]
+    times, losses = [], []
+    for parts in steps:
+        optimizer.zero_grad()
+        step_loss = torch.zeros((), device=device)
+        for part in parts:
+            with torch.autocast(device.type, dtype, enabled=GPU):
+                logits = model(input_ids=part, use_cache=False).logits[:, :-1]
+            loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
+            (loss / len(parts)).backward()
+            step_loss += loss.detach() / len(parts)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        lr.step()
+        times.append(now())
+        losses.append(step_loss.item())
+    print_result(how, times, losses, steps[0][0].shape[1] * how["global_batch_size"])
+
+
+class Clock(transformers.TrainerCallback):
+    """Notes when each step of a Trainer ends."""
+
+    def __init__(self):
+        self.times = []
+
+    def on_step_end(self, *_, **__):
+        self.times.append(now())
+
+
+def trainer(how):
+    """transformers.Trainer on the same sequences, tokenised and cut beforehand. With `padded` on
+    documents as they are, cut at the sequence length and padded to the longest of their batch; then
+    the tokens counted are those of documents."""
+    if how["padded"]:
+        from pydoc_data.topics import topics
+
+        texts = [text.encode()[: how["seq_length"]] for text in topics.values()]
+        rows = [{"input_ids": list(text)} for text in texts]
+    else:
+        tokens = load_tokens(how)
+        order = np.concatenate(windows(how, tokens))
+        rows = [{"input_ids": ids, "labels": ids} for ids in tokens[order]]
+    clock, seen = Clock(), []
+
+    def collate(rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        seen.append(sum(len(row["input_ids"]) for row in rows))
+        ids = [row["input_ids"] + [256] * (longest - len(row["input_ids"])) for row in rows]
+        labels = [row["input_ids"] + [-100] * (longest - len(row["input_ids"])) for row in rows]
+        mask = [[int(label >= 0) for label in row] for row in labels]
+        batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+        return {name: torch.tensor(value) for name, value in batch.items()}
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            folder,
+            per_device_train_batch_size=how["batch_size"],
+            gradient_accumulation_steps=how["global_batch_size"] // how["batch_size"],
+            max_steps=how["steps"],
+            learning_rate=1e-3,
+            weight_decay=0.01,
+            lr_scheduler_type="cosine",
+            warmup_steps=min(100, how["steps"] // 10),
+            optim="adamw_torch_fused",
+            bf16=GPU,
+            logging_steps=10,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            torch_compile=how["compile"],
+            use_cpu=not GPU,
+        )
+        run = transformers.Trainer(
+            load_model(how),
+            arguments,
+            collate if how["padded"] else transformers.default_data_collator,
+            train_dataset=rows,
+            callbacks=[clock],
+        )
+        with open(os.devnull, "w") as nowhere:  # its log lines go to stdout
+            sys.stdout, out = nowhere, sys.stdout
+            run.train()
+            sys.stdout = out
+    tokens_per_step = how["global_batch_size"] * how["seq_length"]
+    if how["padded"]:
+        parts = how["global_batch_size"] // how["batch_size"]
+        counted = seen[how["warm"] * parts : how["steps"] * parts]
+        tokens_per_step = sum(counted) / (how["steps"] - how["warm"])
+    print_result(how, clock.times, [], tokens_per_step)
+
+
+def accelerated(how):
+    """The loop of accelerate's documentation, under torchrun: DDP, or with `fsdp` FSDP2."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    # What `accelerate launch` would set.
+    os.environ |= {"ACCELERATE_USE_CPU": str(not GPU), "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    model = load_model(how)
+    plugin = None
+    if how["fsdp"]:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=list(model._no_split_modules),
+            reshard_after_forward=True,
+        )
+    world = int(os.environ["WORLD_SIZE"])
+    parts = how["global_batch_size"] // how["batch_size"] // world
+    accelerator = Accelerator(
+        gradient_accumulation_steps=parts,
+        mixed_precision="bf16" if GPU else "no",
+        fsdp_plugin=plugin,
+        cpu=not GPU,
+    )
+    tokens = load_tokens(how)
+    rows = tokens[np.concatenate(windows(how, tokens))]
+    loader = torch.utils.data.DataLoader(rows, batch_size=how["batch_size"])
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01, fused=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    lr = schedule(optimizer.optimizer, how)  # not prepared: then it would step once per process
+    times, losses, step_loss = [], [], 0
+    for part in loader:
+        with accelerator.accumulate(model):
+            logits = model(input_ids=part, use_cache=False).logits[:, :-1]
+            loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
+            accelerator.backward(loss)
+            step_loss += loss.detach() / parts
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            lr.step()
+            times.append(now())
+            losses.append(accelerator.reduce(step_loss, "mean").item())
+            step_loss = 0
+    if accelerator.is_main_process:
+        print_result(how, times, losses, how["global_batch_size"] * how["seq_length"])
+    accelerator.wait_for_everyone()
+    time.sleep(0.2)
+    accelerator.end_training()
+
+
+def load(how):
+    """Imports and what a run has to load: model, tokenizer, data set. No step."""
+    import datasets
+
+    _model, tokenizer = load_model(how), transformers.GPT2Tokenizer({"<|endoftext|>": 0}, merges=[])
+    from pydoc_data.topics import topics
+
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": list(topics.values())})
+    rows.map(lambda row: tokenizer(row["text"]), batched=True)
+    started = psutil.Process().create_time()
+    print(json.dumps({"loaded_s": time.time() - started}))
+
+
+PEERS = {"bare": bare, "trainer": trainer, "accelerated": accelerated, "load": load}
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    PEERS[sys.argv[1]]({"padded": False, "fsdp": False, "compile": False} | json.loads(sys.argv[2]))

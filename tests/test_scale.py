@@ -23,9 +23,7 @@ def llama(shape, layers):
     return transformers.LlamaConfig(**sizes, max_position_embeddings=256)
 
 
-@pytest.mark.parametrize(
-    "processes", [2, *[pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)]]
-)
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_state_in_rung_03(processes, tmp_path):
     """16 bytes a parameter, dealt out."""
     config = llama(SHAPES[3], 3)

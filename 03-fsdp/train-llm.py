@@ -97,6 +97,8 @@ def main(args, run_dir, flash):
     mesh = init_device_mesh(device.type, (WORLD_SIZE,))
     for module in [*blocks, model]:
         fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    if args.keep_gathered:
+        model.set_reshard_after_forward(False)
     model.to_empty(device="cpu" if args.cpu_offload else device)
     # The true weights, dealt out shard by shard: what a reset_parameters() of one's own makes up is
     # neither the initialisation of this architecture nor what was pretrained.
@@ -144,7 +146,10 @@ def main(args, run_dir, flash):
         log.lap("data")
         for input_ids, targets in micro_batches:
             # Gradients are averaged once per step, in the backward of its last micro-batch.
-            model.set_requires_gradient_sync(targets is micro_batches[-1][1])
+            final = targets is micro_batches[-1][1]
+            model.set_requires_gradient_sync(final)
+            # Parameters that stay gathered behind a forward stay so until the step's last backward.
+            model.set_reshard_after_backward(final or not args.keep_gathered)
             loss = loss_sum(model, input_ids, targets)
             step_loss += loss.detach()
             log.lap("forward")
@@ -367,6 +372,7 @@ def parse_args():
     add("--attn", choices=("auto", "flash_attention_2", "sdpa", "eager"), default="auto")
     add("--activation-checkpointing", help="less memory for a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
+    add("--keep-gathered", help="gather parameters once a step: faster, more memory", **switch)
     add("--compile", help="torch.compile each block", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")

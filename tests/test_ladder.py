@@ -10,7 +10,7 @@ from conftest import ROOT, RUNGS, script
 
 PAIRS = list(zip(RUNGS, RUNGS[1:], strict=False))
 CHANGED_LINES = {"02-ddp": 50, "03-fsdp": 60, "04-compression": 140, "05-multinode": 180}
-TOTAL_LINES = {"01-single-gpu": 360, "05-multinode": 710, "logs_and_checkpoints": 385}
+TOTAL_LINES = {"01-single-gpu": 360, "05-multinode": 715, "logs_and_checkpoints": 385}
 
 # Functions that a rung adds: the idea itself.
 NEW_FUNCTIONS = {"04-compression": ["average", "dct_basis", "exchange", "to_bytes", "from_bytes"]}
@@ -23,10 +23,10 @@ CHANGED_FUNCTIONS = {
         "parse_args": "started by torchrun, on a GPU each",
     },
     "03-fsdp": {
-        "main": "meta device, sharding, weights dealt out",
+        "main": "meta device, sharding, weights dealt out, when to gather",
         "evaluate": "the root is gathered and no backward frees it",
         "sample": "the same",
-        "parse_args": "--cpu-offload",
+        "parse_args": "--cpu-offload, --keep-gathered",
     },
     "04-compression": {
         "main": "the mesh of replicas and shards, the hook, what it sent",

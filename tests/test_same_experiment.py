@@ -170,9 +170,20 @@ HOOKS = {
         ('    lap("backward")\n', '    lap("backward")\n    calls.append(1)\n'),
     ],
 }
+# What FSDP calls to gather the parameters of a block or of the root; renamed after torch 2.11.
+COUNT_GATHERS = """    calls = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def counted(*values, **named):
+        calls.append(1)
+        return gather(*values, **named)
+
+    setattr(dist, name, counted)
+"""
 EVERY = {
     "02-ddp": ("model.require_backward_grad_sync = targets is micro_batches[-1][1]", "pass"),
-    "03-fsdp": ("model.set_requires_gradient_sync(targets is micro_batches[-1][1])", "pass"),
+    "03-fsdp": ("model.set_requires_gradient_sync(final)", "pass"),
 }
 EVERY["04-compression"] = EVERY["03-fsdp"]
 CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 blocks and the root)
@@ -196,3 +207,22 @@ def test_gradients_travel_once_per_step(tmp_path, rung):
         out = run(rung, 2, *exact(rung, 2), *flags, "--eval-sequences", "2", path=path).out
         calls.append(int(out.split("calls ")[1].split()[0]))
     assert calls == [CALLS[rung], 4 * CALLS[rung]]
+
+
+def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve):
+    """--keep-gathered: the same bits, and of 4 micro-batches one gather for each of 3 blocks and
+    the root. Without it a block is gathered for each forward and each backward."""
+    flags = ("--max-steps", "5", "-s", "64", "--global-batch-size", "8", "-b", "1")
+    place = "    for step in range(start + 1, total_steps + 1):\n"
+    ends = "        metrics = {}\n"
+    say = '        say(f"calls {len(calls)}")\n'
+    edits = [(place, COUNT_GATHERS + place), (ends, say + ends)]
+    calls, losses = [], []
+    for name in ("--no-keep-gathered", "--keep-gathered"):
+        path = mutant(tmp_path / name, "03-fsdp", *edits)
+        named = ("-e", "a", "--save-dir", tmp_path / name, "--log-freq", 1)
+        out = run("03-fsdp", 2, *flags, *named, "--eval-sequences", "2", name, path=path).out
+        calls.append(int(out.split("calls ")[-1].split()[0]))
+        losses.append([line["loss"] for line in metrics(tmp_path / name / "a").values()])
+    assert calls == [5 * 4 * (3 * 2 + 1), 5 * 4]
+    assert losses[0] == losses[1]

@@ -117,10 +117,10 @@ def run_peer(how, name, processes=1, **more):
     return json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
 
 
-def in_turn(contenders):
+def in_turn(contenders, rounds=ROUNDS):
     """Runs each contender once per round, A B A B; the results of each by name."""
     results = {name: [] for name in contenders}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for name, run in contenders.items():
             results[name].append(run())
             rate = results[name][-1]["tokens_per_second"]
@@ -164,7 +164,7 @@ def single():
             if GPU:
                 compiled = lambda how=how: run_rung(how, RUNG_01, 1, "--compile")  # noqa: E731
                 contenders["rung 01 --compile"] = compiled
-            results = in_turn(contenders)
+            results = in_turn(contenders, 3 if "GPT" in name else ROUNDS)
         must_agree(results["rung 01"][0], results["the bare loop"][0]["losses"])
         for contender in contenders:
             row = [name, contender, rate(results, contender)]
@@ -172,36 +172,45 @@ def single():
         for x in results["rung 01"] + results.get("rung 01 --compile", []):
             if "mfu" in x:
                 print(f"mfu {x['mfu']:.3f}, peak {x['memory/peak_allocated_gb']:.1f} GB")
-    head = ["model", "", "tokens/s", f"rung 01 against it, median of {ROUNDS}", "range"]
+    head = ["model", "", "tokens/s", "rung 01 against it, median", "range"]
     report("single-cuda" if GPU else "single", head, rows)
 
 
 def scaling():
     """Two processes: rungs 02 and 03 against two runs of rung 01, one another, and accelerate."""
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        # Two processes of four micro-batches.
-        how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "global_batch_size": 16}
+        model = setting(folder, "Llama, 25 M") | {"steps": 3, "warm": 1}
+        how = model | {"seq_length": 128, "batch_size": 4, "global_batch_size": 32}
         contenders = {
             "two runs of rung 01": lambda: run_side_by_side(how),
             "rung 02": lambda: run_rung(how, RUNG_02, 2),
             "rung 03": lambda: run_rung(how, RUNG_03, 2),
+            "rung 03 --keep-gathered": lambda: run_rung(how, RUNG_03, 2, "--keep-gathered"),
             "accelerate, DDP": lambda: run_peer(how, "accelerated", 2),
             "accelerate, FSDP2": lambda: run_peer(how, "accelerated", 2, fsdp=True),
         }
-        results = in_turn(contenders)
-    for name in ("accelerate, DDP", "accelerate, FSDP2"):
-        must_agree(results["rung 02"][0], results[name][0]["losses"])
-    rows = []
-    for name, other in [
-        ("rung 02", "two runs of rung 01"),
-        ("rung 02", "accelerate, DDP"),
-        ("rung 03", "rung 02"),
-        ("rung 03", "accelerate, FSDP2"),
-    ]:
-        rows.append([name, other, rate(results, name), rate(results, other)])
-        rows[-1] += ratios(results, name, other)
-    head = ["", "against", "tokens/s", "tokens/s of the other", f"ratio, median of {ROUNDS}"]
-    report("scaling", [*head, "range"], rows)
+        results = in_turn(contenders, 3)
+        for name in ("accelerate, DDP", "accelerate, FSDP2"):
+            must_agree(results["rung 02"][0], results[name][0]["losses"])
+        pairs = [("rung 02", "two runs of rung 01"), ("rung 02", "accelerate, DDP")]
+        pairs += [("rung 03", "rung 02"), ("rung 03 --keep-gathered", "rung 02")]
+        pairs += [("rung 03", "accelerate, FSDP2")]
+        for name, other in pairs:
+            rows.append(["4 of 512 tokens", name, other, rate(results, name)])
+            rows[-1] += [rate(results, other), *ratios(results, name, other)]
+        whole = model | {"seq_length": 256, "batch_size": 8, "global_batch_size": 16}
+        contenders = {
+            "rung 02": lambda: run_rung(whole, RUNG_02, 2),
+            "rung 03": lambda: run_rung(whole, RUNG_03, 2),
+        }
+        results = in_turn(contenders, 3)
+        rows.append(["1 of 2048 tokens", "rung 03", "rung 02", rate(results, "rung 03")])
+        rows[-1] += [rate(results, "rung 02"), *ratios(results, "rung 03", "rung 02")]
+    head = ["micro-batches of a step, on each process", "", "against", "tokens/s"]
+    head += ["tokens/s of the other", "ratio, median of 3", "range"]
+    report("scaling", head, [row for row in rows if row[1] == "rung 02"])
+    report("scaling-fsdp", head, [row for row in rows if row[1] != "rung 02"])
 
 
 def world_of_one():
@@ -354,7 +363,6 @@ def recovery():
     os.environ["LADDER_HF_HOME"] = tempfile.mkdtemp()
     cases = {
         "a process of one machine": (1, "1"),
-        "one of two nodes, LAST_CALL=3": (2, "3"),
         "one of two nodes, LAST_CALL=30, the default": (2, "30"),
     }
     rows = []
@@ -460,16 +468,6 @@ def unfused(module, _):
     module.torch.optim.AdamW = plain
 
 
-def gathered(module, _):
-    """FSDP keeps a block's parameters from its forward to its backward."""
-    shard = module.fsdp.fully_shard
-
-    def keep(*values, **named):
-        return shard(*values, reshard_after_forward=False, **named)
-
-    module.fsdp.fully_shard = keep
-
-
 def masked(module, _):
     """A causal mask built out, (1, 1, T, T), in the place of is_causal."""
 
@@ -513,7 +511,7 @@ def linear_cross_entropy(module, _):
     module.loss_sum = loss_sum
 
 
-PATCHES = {"clocked": clocked, "traced": traced, "unfused": unfused, "gathered": gathered}
+PATCHES = {"clocked": clocked, "traced": traced, "unfused": unfused}
 PATCHES |= {"masked": masked, "chunked": chunked, "linear_ce": linear_cross_entropy}
 WIDE = {**TINY, "vocab_size": 128256, "tie_word_embeddings": True}
 LEVERS = [
@@ -521,29 +519,28 @@ LEVERS = [
     ("AdamW unfused", "Llama, 25 M", RUNG_01, 1, "unfused", []),
     ("a causal mask in the place of is_causal", "tiny, 0.7 M", RUNG_01, 1, "masked", []),
     ("--compile", "Llama, 25 M", RUNG_01, 1, None, ["--compile"]),
-    ("reshard_after_forward=False", "Llama, 25 M", RUNG_03, 2, "gathered", []),
     ("loss in 8 parts, vocabulary 128,256", "wide", RUNG_01, 1, "chunked=8", []),
     ("F.linear_cross_entropy, the same", "wide", RUNG_01, 1, "linear_ce", []),
 ]
 
 
 def levers():
-    """What might make a rung faster or smaller, against the rung as it is, three rounds."""
+    """What might make a rung faster or smaller, against the rung as it is, two rounds."""
     MODELS["wide"] = (WIDE, 256, 8, 16, 6, 2)
     rows = []
     for what, name, rung, processes, patch, flags in LEVERS:
         rates, peaks, losses = [], [], []
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
-            for _ in range(3):
+            for _ in range(2):
                 plain = run_rung(how, rung, processes)
                 other = run_rung(how, rung, processes, *flags, patch=patch)
                 rates.append(other["tokens_per_second"] / plain["tokens_per_second"])
                 peak = "memory/peak_allocated_gb"
                 peaks.append(other[peak] - plain[peak])
                 losses.append(abs(other["loss"] / plain["loss"] - 1))
-        row = [what, f"{name}, rung {rung[:2]}", f"{statistics.median(rates):.2f}"]
-        row += [f"{statistics.median(peaks):+.2f}", f"{max(losses):.0e}"]
+        row = [what, f"{name}, rung {rung[:2]}", f"{statistics.mean(rates):.2f}"]
+        row += [f"{statistics.mean(peaks):+.2f}", f"{max(losses):.0e}"]
         rows.append(row)
         print(rows[-1], flush=True)
     head = ["lever", "on", "tokens/s against without", "peak memory, GB more"]

@@ -162,7 +162,7 @@ def trainer(how):
 
 def accelerated(how):
     """The loop of accelerate's documentation, under torchrun: DDP, or with `fsdp` FSDP2."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 
     # What `accelerate launch` would set.
     os.environ |= {"ACCELERATE_USE_CPU": str(not GPU), "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
@@ -183,12 +183,18 @@ def accelerated(how):
         fsdp_plugin=plugin,
         cpu=not GPU,
     )
+    if how["fsdp"] and not GPU:
+        # On a CPU accelerate ignores the plugin and takes DDP. This turns its FSDP2 on.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     tokens = load_tokens(how)
     rows = tokens[np.concatenate(windows(how, tokens))]
     loader = torch.utils.data.DataLoader(rows, batch_size=how["batch_size"])
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01, fused=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     lr = schedule(optimizer.optimizer, how)  # not prepared: then it would step once per process
+    if how["fsdp"] != isinstance(model, torch.distributed.fsdp.FSDPModule):
+        sys.exit("accelerate did not make of the model what was asked for")
     times, losses, step_loss = [], [], 0
     for part in loader:
         with accelerator.accumulate(model):

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import json
 import subprocess
 import sys
 
@@ -110,7 +111,7 @@ def test_comments_stay_on_higher_rungs():
                 assert comment in upper, comment
 
 
-def test_the_readme_has_the_true_counts():
+def test_the_readme_has_the_true_counts_and_measurements():
     text = (ROOT / "README.md").read_text()
     for below, rung in [(None, RUNGS[0]), *PAIRS]:
         row = next(line for line in text.splitlines() if line.startswith(f"| [{rung}]"))
@@ -118,6 +119,8 @@ def test_the_readme_has_the_true_counts():
         assert cells[2] == str(len(script(rung).read_text().splitlines()))
         if below:
             assert cells[3] == str(changed_lines(below, rung))
+        measured = json.loads((ROOT / "outputs" / "measured" / "picture.json").read_text())["rows"]
+        assert cells[4:] == next(row[4:] for row in measured if row[0].startswith(rung[:2]))
 
 
 def test_tables_in_prose_are_those_that_were_measured():

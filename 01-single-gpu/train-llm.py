@@ -308,7 +308,7 @@ def parse_args():
     add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
     add("--from-scratch", help="take the architecture only, not the weights", **switch)
     add("--attn", choices=("auto", "flash_attention_2", "sdpa", "eager"), default="auto")
-    add("--activation-checkpointing", help="less memory for a third more compute", **switch)
+    add("--activation-checkpointing", help="less memory for up to a third more compute", **switch)
     add("--compile", help="torch.compile each block", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")

@@ -628,7 +628,7 @@ def parse_args():
     add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
     add("--from-scratch", help="take the architecture only, not the weights", **switch)
     add("--attn", choices=("auto", "flash_attention_2", "sdpa", "eager"), default="auto")
-    add("--activation-checkpointing", help="less memory for a third more compute", **switch)
+    add("--activation-checkpointing", help="less memory for up to a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
     add("--keep-gathered", help="gather parameters once a step: faster, more memory", **switch)
     add("--compile", help="torch.compile each block", **switch)

@@ -369,7 +369,7 @@ def recovery():
     for name, (count, last_call) in cases.items():
         tries = [recover(count, last_call) for _ in range(3)]
         parts = [statistics.median(part) for part in zip(*tries, strict=True)]
-        rows.append([name, *(f"{part:.1f}" for part in parts)])
+        rows.append([name, *(f"{max(part, 0.0):.1f}" for part in parts)])
         rows[-1][-2] = f"{parts[-2]:.0f}"
         print(rows[-1], flush=True)
     head = ["killed, by SIGKILL", "detection, s", "rendezvous, s", "start, s", "load, s"]
@@ -526,7 +526,7 @@ LEVERS = [
 
 def levers():
     """What might make a rung faster or smaller, against the rung as it is, two rounds."""
-    MODELS["wide"] = (WIDE, 256, 8, 16, 6, 2)
+    MODELS["wide"] = (WIDE, 256, 8, 8, 6, 2)
     rows = []
     for what, name, rung, processes, patch, flags in LEVERS:
         rates, peaks, losses = [], [], []

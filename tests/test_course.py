@@ -1,0 +1,367 @@
+"""What the README and the chapters say is so: their commands run, what they quote is there.
+
+A check takes a document's name and its text, and returns what is wrong in it. The last test gives
+each check a text with that fault."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+
+import benchmark
+import pytest
+import traps
+from conftest import ROOT, RUNGS, environment, finish, load, script
+from test_ladder import PAIRS, changed_lines
+
+BELOW = {rung: below for below, rung in PAIRS}
+CHAPTERS = [f"{rung}/README.md" for rung in RUNGS]
+DOCUMENTS = ["README.md", "outputs/README.md", *CHAPTERS]
+TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS if (ROOT / name).exists()}
+SMALL = ROOT / "tests" / "small"
+
+# Flags of other programs.
+LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port"
+LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
+LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help"
+# Files that are named and are not this repository's.
+FOREIGN = set()
+PRAISE = "simply|easily|effortless(ly)?|powerful|elegant(ly)?|blazing(ly)?|lightning|seamless(ly)?"
+PRAISE += "|robust(ly)?|beautiful(ly)?|amazing(ly)?|awesome|incredibl[ey]|magical(ly)?|world-class"
+PRAISE += "|state-of-the-art|cutting-edge|best-in-class|production-(ready|grade)|battle-tested"
+SECTIONS = ["The diff, hunk by hunk", "Run it", "What it costs", "Three experiments", "Traps"]
+SECTIONS += ["Sources"]
+
+
+def rung_of(name):
+    """The rung whose chapter a document is, None for others."""
+    return name.split("/")[0] if name in CHAPTERS else None
+
+
+def fences(text, language):
+    """The bodies of the fenced blocks with that info string."""
+    found = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [body for info, body in found if info.strip() == language]
+
+
+def prose(text):
+    """What is not in a fenced block."""
+    return re.sub(r"^```[^\n]*\n.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text):
+    """The lines of all shell blocks, those that go on behind a backslash joined."""
+    blocks = fences(text, "bash") + fences(text, "bash run")
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+# Commands.
+
+
+@pytest.fixture(scope="session")
+def reader(tmp_path_factory):
+    """Returns how a shell block of a document ended, in a copy of the repository in which the
+    blocks before it were run in order. Each worker of pytest has copies of its own."""
+    copies, results = {}, {}
+
+    def run_up_to(name, number):
+        if name not in copies:
+            copies[name] = copy_of_the_repository(tmp_path_factory.mktemp("reader") / "ladder")
+        for n, block in enumerate(fences(TEXTS[name], "bash run")[: number + 1]):
+            if (name, n) not in results:
+                results[name, n] = bash(block, copies[name])
+        return results[name, number]
+
+    return run_up_to
+
+
+def copy_of_the_repository(folder):
+    """What git has, or would take; runs and environments of the developer's are not copied."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if names.returncode != 0:
+        pytest.skip("not a git checkout")
+    for name in names.stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+def bash(block, folder):
+    """Runs a block as it stands, but for the environment: `python` is this one, runs are small."""
+    variables = environment(PYTHONPATH=str(SMALL), TORCH_CPP_LOG_LEVEL="ERROR")
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
+    return finish(
+        subprocess.Popen(
+            ["bash", "-ec", block],
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, n, id=f"{name}-{n + 1}", marks=pytest.mark.slow if rung_of(name) else ())
+        for name in TEXTS
+        for n in range(len(fences(TEXTS[name], "bash run")))
+    ],
+)
+def test_commands_run(name, number, reader):
+    """Word for word, from the repository's root."""
+    result = reader(name, number)
+    block = fences(TEXTS[name], "bash run")[number]
+    assert result.returncode == 0, f"{block}\n{result.out}\n{result.err}"
+
+
+@pytest.mark.parametrize("name", ["README.md", *CHAPTERS])
+def test_there_are_commands_to_run(name):
+    assert fences(TEXTS[name], "bash run")
+
+
+# Code.
+
+
+@cache
+def full_diff(below, rung):
+    """The lines of `git diff --no-index` with all of the context, without its head."""
+    command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "-U100000"]
+    variables = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    out = subprocess.run(
+        [*command, script(below), script(rung)], env=variables, capture_output=True, text=True
+    ).stdout
+    lines = [line.rstrip() for line in out.splitlines()]
+    return lines[1 + next(n for n, line in enumerate(lines) if line.startswith("@@")) :]
+
+
+def places(block, lines, start=0):
+    """The index in `lines` of each quoted line; None if they are not there in this order. A line
+    `...` stands for those left out, and between two of them nothing is."""
+    found = []
+    quoted = [line.rstrip() for line in block.splitlines()]
+    for left_out, part in groupby(quoted, lambda line: line.strip() == "..."):
+        if not left_out:
+            part = list(part)
+            tries = range(start, len(lines) - len(part) + 1)
+            first = next((i for i in tries if lines[i : i + len(part)] == part), None)
+            if first is None:
+                return None
+            start = first + len(part)
+            found += range(first, start)
+    return found
+
+
+def wrong_quotes(name, text):
+    """Lines in ```diff and ```python blocks that are not those of the chapter's rung."""
+    rung, problems = rung_of(name), []
+    diff = full_diff(BELOW[rung], rung) if rung in BELOW else []
+    for block in fences(text, "diff"):
+        if places(block, diff) is None:
+            problems.append(f"{name}: not so in the diff:\n{block}")
+    sources = [ROOT / "logs_and_checkpoints.py", *([script(rung)] if rung else [])]
+    sources = [path.read_text().splitlines() for path in sources]
+    for block in fences(text, "python") if rung else []:
+        if all(places(block, lines) is None for lines in sources):
+            problems.append(f"{name}: not so in the scripts:\n{block}")
+    return problems
+
+
+def unexplained_hunks(name, text):
+    """Hunks of the diff, runs of changed lines, of which no block quotes a changed line."""
+    rung = rung_of(name)
+    if rung not in BELOW:
+        return []
+    diff, quoted, end = full_diff(BELOW[rung], rung), set(), 0
+    for block in fences(text, "diff"):
+        # In reading order if it can be, for some lines are in several hunks.
+        found = places(block, diff, end) or places(block, diff) or []
+        end = found[-1] + 1 if found else end
+        quoted |= {i for i in found if diff[i] not in ("", "+", "-")}
+    problems = []
+    for changed, hunk in groupby(range(len(diff)), lambda i: diff[i][:1] in ("+", "-")):
+        hunk = list(hunk)
+        if changed and not quoted & set(hunk):
+            lines = "\n".join(diff[i] for i in hunk[:8])
+            problems.append(f"{name}: no block explains this hunk:\n{lines}")
+    return problems
+
+
+def wrong_counts(name, text):
+    """`NN changed lines` that `diff` does not count, in a chapter between its rung and the last."""
+    pairs = [(BELOW[rung_of(name)], rung_of(name))] if rung_of(name) in BELOW else PAIRS
+    true = {str(changed_lines(*pair)) for pair in pairs}
+    found = set(re.findall(r"(\d+)\s+changed\s+lines", text))
+    return [f"{name}: {count} changed lines, not {sorted(true)}" for count in found - true]
+
+
+# Names.
+
+
+def missing_paths(name, text):
+    """Files that are named, in backticks or in commands, and are not there."""
+    words = " ".join(re.findall(r"`([^`\n]+)`", prose(text)) + commands(text)).split()
+    problems, top = [], {path.name for path in ROOT.iterdir()} | set(RUNGS)
+    for word in {word.strip("\"',;:()").lstrip("@").split("::")[0] for word in words}:
+        first, _, rest = word.partition("/")
+        ours = first in top and rest and not (first == "outputs" and rest[:8] != "measured")
+        ours = ours or re.fullmatch(r"[\w.-]+\.(py|sh|sbatch|toml)", word)
+        known = [ROOT / word, ROOT / Path(name).parent / word, *ROOT.glob(f"*/{Path(word).name}")]
+        known = known[:2] if "/" in word else known
+        if ours and "*" not in word and word not in FOREIGN and not any(p.exists() for p in known):
+            problems.append(f"{name}: there is no {word}")
+    return problems
+
+
+def anchors(text):
+    """The fragments that GitHub gives to the headings of a document."""
+    found = []
+    for heading in re.findall(r"^#+ +(.*?) *$", prose(text), re.MULTILINE):
+        heading = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+        found.append(f"{slug}-{found.count(slug)}" if slug in found else slug)
+    return found
+
+
+def broken_links(name, text):
+    """Relative links that lead nowhere: a file, and the anchor in it if it is a document."""
+    problems = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        path = ROOT / Path(name).parent / path if path else ROOT / name
+        if not path.exists():
+            problems.append(f"{name}: {target} leads nowhere")
+        elif path.suffix == ".md" and anchor:
+            text_there = text if path == ROOT / name else path.read_text()
+            if anchor not in anchors(text_there):
+                problems.append(f"{name}: {target}: no heading has this anchor")
+    return problems
+
+
+@cache
+def flags_of(rung):
+    """The flags that the rung's --help shows."""
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
+        patch.setattr(sys, "argv", [str(script(rung)), "--help"])
+        with contextlib.suppress(SystemExit):
+            load(rung).parse_args()
+    return set(re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", shown.getvalue()))
+
+
+def unknown_flags(name, text):
+    """Flags that neither the rung has which a command or paragraph names, nor a launcher. A chapter
+    speaks of its own rung; the README of all, unless it names one."""
+    home = {rung_of(name)} if rung_of(name) else set(RUNGS)
+    parts = [(line, True) for line in commands(text)]
+    parts += [(paragraph, False) for paragraph in re.split(r"\n\s*\n", prose(text))]
+    problems = []
+    for part, is_command in parts:
+        named = {r for r in RUNGS if re.search(rf"\b{r[:2]}\b", part)}
+        named |= {RUNGS[4]} if re.search(r"run\.sh|\.sbatch", part) else set()
+        rungs = (named or home) if is_command else (named | home)
+        known = set().union(*(flags_of(rung) for rung in rungs)) | set(LAUNCHERS.split())
+        for flag in sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", part)) - known):
+            problems.append(f"{name}: {flag} is no flag of {sorted(rungs)}")
+    return problems
+
+
+def unknown_measurements(name, text):
+    """Names behind tests/benchmark.py and tests/traps.py that are none of their commands."""
+    problems, known = [], {"benchmark": set(benchmark.COMMANDS), "traps": {*traps.TRAPS, "all"}}
+    for module, command in re.findall(r"tests/(benchmark|traps)\.py ([a-z][\w-]*)", text):
+        if command not in known[module]:
+            problems.append(f"{name}: tests/{module}.py has no command {command}")
+    return problems
+
+
+# Form.
+
+
+def praise(name, text):
+    found = re.findall(rf"\b({PRAISE})\b", prose(text), re.IGNORECASE)
+    return [f"{name}: {words[0]}" for words in found]
+
+
+def bad_form(name, text):
+    """A chapter has its sections in order, a diagram, three experiments, and a bounded length."""
+    rung, lines = rung_of(name), text.splitlines()
+    if not rung:
+        return []
+    bound = 600 if rung == RUNGS[-1] else 300
+    sections = [line[3:] for line in lines if line.startswith("## ")]
+    expected = SECTIONS if rung in BELOW else SECTIONS[1:]
+    found = {
+        f"its title is not that of rung {rung[:2]}": not text.startswith(f"# Rung {rung[:2]}: "),
+        f"{len(lines)} lines are not from 150 to {bound}": not 150 <= len(lines) <= bound,
+        "it has not one diagram": len(fences(text, "mermaid")) != 1,
+        "it has not three folded answers": text.count("<details>") != 3,
+        "a table is still to be filled in": "<!-- table" in text,
+        f"not in this order: {expected}": [s for s in sections if s in expected] != expected,
+    }
+    return [f"{name}: {problem}" for problem, so in found.items() if so]
+
+
+CHECKS = [wrong_quotes, unexplained_hunks, wrong_counts, missing_paths, broken_links, unknown_flags]
+CHECKS += [unknown_measurements, praise, bad_form]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("check", CHECKS)
+def test_prose_is_true(check, name):
+    problems = check(name, TEXTS[name])
+    assert not problems, "\n".join(problems)
+
+
+FAULTS = [
+    (wrong_quotes, "```diff\n-import argparse\n```\n"),
+    (wrong_quotes, "```diff\n+import torch.distributed as dist\n import gc\n```\n"),
+    (wrong_quotes, "```python\nimport gc\nimport argparse\n```\n"),
+    (unexplained_hunks, "```diff\n+import torch.distributed as dist\n```\n"),
+    (wrong_counts, "It has 51 changed\nlines."),
+    (missing_paths, "See `tests/no_such.py`."),
+    (missing_paths, "See `no_such.sh`."),
+    (missing_paths, "```bash\npython 02-ddp/train.py -e a\n```\n"),
+    (broken_links, "See [it](../03-fsdp/no-such.py)."),
+    (broken_links, "# One\n\nSee [it](#two)."),
+    (unknown_flags, "`--compression` sets it."),
+    (unknown_flags, "```bash\npython 01-single-gpu/train-llm.py \\\n    --cpu-offload\n```\n"),
+    (unknown_measurements, "`python tests/benchmark.py no-such`"),
+    (praise, "An Elegant way."),
+    (bad_form, "# Rung 02: all too short\n"),
+]
+
+
+@pytest.mark.parametrize(("check", "text"), FAULTS)
+def test_a_check_finds_its_fault(check, text):
+    assert check("02-ddp/README.md", text)
+
+
+@pytest.mark.parametrize("rung", BELOW)
+def test_each_hunk_that_is_left_out_is_missed(rung):
+    """A chapter that quotes all of the diff is true. Without a hunk it lacks that one."""
+    name, diff = f"{rung}/README.md", full_diff(BELOW[rung], rung)
+    hunks = groupby(diff, lambda line: line[:1] in ("+", "-"))
+    hunks = ["".join(f"{line}\n" for line in hunk) for changed, hunk in hunks if changed]
+    blocks = [f"```diff\n{hunk}```\n" for hunk in hunks]
+    assert not wrong_quotes(name, "".join(blocks))
+    assert not unexplained_hunks(name, "".join(blocks))
+    for i in range(len(blocks)):
+        assert len(unexplained_hunks(name, "".join(blocks[:i] + blocks[i + 1 :]))) == 1, hunks[i]
+
+
+def test_a_command_that_fails_is_found(tmp_path):
+    assert bash("false\ntrue", tmp_path).returncode != 0

@@ -346,7 +346,7 @@ def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
         pytest.param(("--attn", "eager"), 1e-5, marks=pytest.mark.slow),
         pytest.param(("--activation-checkpointing",), 1e-5, marks=pytest.mark.slow),
         pytest.param(("--compile", "--activation-checkpointing"), 1e-5, marks=pytest.mark.slow),
-        (("--dtype", "bf16"), 5e-3),
+        pytest.param(("--dtype", "bf16"), 5e-3, marks=pytest.mark.slow),
     ],
 )
 def test_switches_leave_the_curve(flags, rel, rung, processes, curve):

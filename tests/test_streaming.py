@@ -178,6 +178,7 @@ def stream(processes, folder, *flags, check=True):
     return run("05-multinode", processes, *flags, check=check)
 
 
+@pytest.mark.slow
 def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
     """Law 1, and law 3 from 3 processes to 2 and to 4. Data that end in between begin again."""
     files, _ = write_files(tmp_path, [25, 2, 40], 1)

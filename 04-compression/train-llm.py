@@ -1,13 +1,15 @@
-"""Rung 04: replicas of the sharded model, gradients between them compressed (int4, rand-k, DCT).
+"""Rung 04: replicas of the sharded model (HSDP), and compressed gradients between them.
 
-alias run="torchrun --standalone --nproc-per-node 2 train-llm.py --shard-size 1"
-run
-run -e notes -d notes.txt --max-steps 200
-run -e alpaca -m meta-llama/Llama-3.2-1B -d tatsu-lab/alpaca --compile
+Try it, train on a text of your own, fine-tune a pretrained model:
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --shard-size 1
+    torchrun --standalone --nproc-per-node 2 train-llm.py --shard-size 1 --compression int4
+    torchrun --standalone --nproc-per-node 8 train-llm.py --shard-size 4 -m gpt2 -d notes.txt
 """
 
 import argparse
 import gc
+import math
 import os
 import shlex
 import sys
@@ -17,9 +19,11 @@ from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
-# First on the path: with two clones on a machine, each script imports the module of its own.
+# logs_and_checkpoints.py lies beside this folder. It comes first on the path: with two clones of
+# this repository on a machine, each script must import the module of its own clone.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
 import datasets
 import numpy as np
 import torch
@@ -27,533 +31,941 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
-from logs_and_checkpoints import MEMORY, WORLD_SIZE, RunLog, describe, fail, memory_gb, say
-from logs_and_checkpoints import checkpoints, load_checkpoint, save_checkpoint, save_final_model
+from logs_and_checkpoints import (
+    MEMORY_METRICS,
+    RunLog,
+    checkpoints,
+    fail,
+    load_checkpoint,
+    memory_gb,
+    save_checkpoint,
+    save_final_model,
+    say,
+)
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()
-DEFINING = ("model", "from_scratch", "data", "streaming", "seq_length", "seed", "global_batch_size")
-ZERO_OK = {"seed", "warmup_steps", "weight_decay", "eval_freq"}
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SCHEDULERS = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# How compressed gradients are sent: as floats, or as integers, see `encode`.
+WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIRE_INTEGERS = {"int8": 127, "int4": 7}
+# A run may be resumed on other hardware and in another rung, but not with other values of these:
+# it would be another experiment.
+EXPERIMENT_FLAGS = (
+    "model_name",
+    "from_scratch",
+    "dataset_name",
+    "dataset_subset",
+    "seq_length",
+    "seed",
+    "global_batch_size",
+)
+# Dense bf16 peak in FLOP/s by a part of the device's name, from NVIDIA's data sheets.
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
-@record
-def main(args, run_dir, flash):
+@record  # torchrun shows the traceback of the process that failed first
+def main(args):
+    run_dir = open_run_dir(args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[args.dtype]
 
-    # Gradients travel by NCCL on GPUs; what is on a CPU, by gloo.
-    local_rank = int(os.environ["LOCAL_RANK"])
+    # torchrun starts the processes. In the process group each of them has a rank, its number from
+    # 0 to world_size - 1, and together they compute with tensors of all ranks (collectives). NCCL
+    # is NVIDIA's library for that: it serves tensors on GPUs. Gloo serves tensors on CPUs.
     if device.type == "cuda":
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
+    world_size = dist.get_world_size()
 
-    # Data: sequences of one length. The seed and the global batch decide which step reads which.
+    # Data: sequences of one length, cut from the documents.
     config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
-    longest = getattr(config, "max_position_embeddings", sys.maxsize)
-    args.seq_length = args.seq_length or min(1024, longest)
-    if not 2 <= args.seq_length <= longest:
-        fail(f"--seq-length {args.seq_length}: {args.model_name} takes from 2 to {longest} tokens")
-    train, held_out = load_data(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
-    # A node may tokenise for hours longer than another.
-    dist.barrier(dist.new_group(timeout=timedelta(hours=12), backend="gloo"))
-    held_out = held_out.select(range(min(len(held_out), args.eval_sequences)))
-    steps_per_epoch = len(train) // args.global_batch_size
-    sizes = f"{len(train)} sequences of {args.seq_length} tokens and {len(held_out)} held out"
-    if steps_per_epoch == 0 or len(held_out) == 0:
+    args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
+    train_data, eval_data = load_data(
+        args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
+    )
+    # Each node tokenizes for itself, and one may take hours longer than another. A collective gives
+    # up after 30 minutes, so all ranks wait here for the last one, with a timeout of their own.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(hours=12)))
+    eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
+
+    # An optimizer step trains on one global batch. An epoch is one pass over the training data.
+    # What does not fill a batch at its end is left out.
+    steps_per_epoch = len(train_data) // args.global_batch_size
+    sizes = f"{len(train_data)} sequences of {args.seq_length} tokens and {len(eval_data)} held out"
+    if steps_per_epoch == 0 or len(eval_data) == 0:
         fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {sizes}")
     total_steps = min(args.num_epochs * steps_per_epoch, args.max_steps or sys.maxsize)
     say(f"{args.dataset_name}: {sizes}, {total_steps} steps")
-    count = int(np.ceil(args.global_batch_size / (args.batch_size * WORLD_SIZE)))
-    cut = f"{WORLD_SIZE} rank(s) × {count} micro-batch(es) of at most {args.batch_size}"
-    say(f"{args.global_batch_size} sequences per step = {cut}")
 
-    # Model: its parameters are fp32 whatever the dtype. In bf16 most small steps round to nothing.
-    # Rank 0 alone holds all of it, on its CPU. The others, and what is to be sharded, hold shapes.
-    full_model = load_model(config, weights, args.attn, args.seed) if dist.get_rank() == 0 else None
+    # A global batch is usually too large for the memory of the device. So it is split into
+    # micro-batches, whose gradients are added up before the update (gradient accumulation).
+    # Each rank takes its share of the global batch: more ranks do not change what is trained on.
+    sequences_per_rank = math.ceil(args.global_batch_size / world_size)
+    grad_accum_steps = math.ceil(sequences_per_rank / args.batch_size)
+    say(
+        f"{args.global_batch_size} sequences per step = "
+        f"{world_size} rank(s) × "
+        f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
+    )
+
+    # Model. Its parameters are fp32 whatever the dtype: bf16 has 8 bits of precision, and most
+    # updates are too small to change a number that has so few.
+    # A model that is too large for one GPU cannot be built there. So rank 0 builds all of it in the
+    # memory of its CPU, and every rank builds it on the meta device, where tensors have shapes but
+    # no storage. That one is sharded, and then filled.
+    full_model = None
+    if dist.get_rank() == 0:
+        full_model = load_model(config, weights, args.attn, args.seed)
     with torch.device("meta"):
         model = load_model(config, None, args.attn, args.seed)
-    # FlashAttention-2 if it is installed and the model has it, else PyTorch's own attention.
-    if flash and args.attn == "auto" and model._supports_flash_attn:
+    if args.attn == "auto" and model._supports_flash_attn and has_flash_attention(args):
         model.set_attn_implementation("flash_attention_2")
-    facts = describe(model, args.seq_length, device)
+    facts = {
+        "parameters": model.num_parameters(),
+        "attention": model.config._attn_implementation,
+        "flops_per_token": flops_per_token(model, args.seq_length),
+        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+    }
+    facts["peak_flops"] = peak_flops(facts["device_name"])
     say(f"{facts['parameters']:,} parameters, {facts['attention']}, {args.dtype}, {device}")
-    blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
-    for block in blocks if args.compile else []:
-        block.forward = torch.compile(block.forward)
-    for block in blocks if args.activation_checkpointing else []:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    # Mixed precision: parameters are gathered in `dtype`, gradients are averaged in fp32.
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    offload = fsdp.CPUOffloadPolicy() if args.cpu_offload else fsdp.OffloadPolicy()
-    # Replicas of the model, each in shards. FSDP sees one replica: the mean over them is ours.
-    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
-    shape = (WORLD_SIZE // shard_size, shard_size)
-    grid = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    mesh, replicas = grid["shard"], grid.get_group("replicate")
-    mode = args.compression if shape[0] > 1 else "none"
-    alone = "" if shape[0] > 1 else ": nothing to compress, --shard-size 1 makes each process one"
-    say(f"{shape[0]} replica(s) of {shard_size} shard(s), compression {mode}{alone}")
-    for module in [*blocks, model]:
-        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    if args.keep_gathered:
-        model.set_reshard_after_forward(False)
-    model.to_empty(device="cpu" if args.cpu_offload else device)
-    # The true weights, dealt out shard by shard: what a reset_parameters() of one's own makes up is
-    # neither the initialisation of this architecture nor what was pretrained.
-    state = full_model.state_dict() if full_model else {}
-    deal = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=deal)
-    # Buffers that no state dict holds, such as the frequencies of rotary embeddings.
-    for name, buffer in list(model.named_buffers()):
-        buffer = full_model.get_buffer(name) if full_model else buffer
-        buffer = buffer.to(device)
-        dist.broadcast(buffer, src=0)
-        owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, buffer)
-    del full_model, state
 
-    # Optimizer. The learning rate is a function of the step, so that a resume needs only the step.
+    # The model's transformer blocks. transformers knows the name of their class for each
+    # architecture, so that nothing here depends on how one of them is built.
+    blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    for block in blocks:
+        # All blocks have the same code, so compiling it once serves all of them.
+        if args.compile:
+            block.forward = torch.compile(block.forward)
+        # Activation checkpointing: keep the input of a block only, and compute everything else in
+        # it again when the backward needs it.
+        if args.activation_checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
+    dtype = DTYPES[args.dtype]
+    mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
+
+    # Sharding: each rank keeps 1 / world_size of every parameter. The ranks gather the parameters
+    # of a block before its forward, drop them behind it, gather them again for its backward, and
+    # then each rank gets its shard of the averaged gradient. A block is gathered as a whole, so it
+    # is what must fit beside the shards. The root module has what is left: embeddings and norm.
+
+    # Hybrid sharding (HSDP): the ranks form a mesh of two dimensions. A row holds a replica of the
+    # model, spread over its ranks. The ranks of a column hold the same shard. FSDP works within a
+    # row, where links are fast. Between rows only gradients are sent, and those are compressed.
+    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    num_replicas = world_size // shard_size
+    mesh = init_device_mesh(
+        device.type, (num_replicas, shard_size), mesh_dim_names=("replicate", "shard")
+    )
+    shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
+    compression = args.compression if num_replicas > 1 else "none"
+    say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
+    if num_replicas == 1:
+        say("nothing to compress: --shard-size 1 makes each process a replica")
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=shard_mesh, mp_policy=mixed_precision, offload_policy=offload)
+    if args.no_reshard_after_forward:
+        model.set_reshard_after_forward(False)
+
+    # Now each rank allocates its shards, and receives their values from rank 0.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    fill_from_rank_0(model, full_model, device)
+    del full_model
+
+    # Optimizer. Weight decay is for matrices. Biases and the weights of norms are vectors.
+    # `fused` updates all parameters in a few kernels instead of several for each parameter.
     args.lr = args.lr or (2e-5 if weights else 1e-3)
-    groups = [{"params": [p for p in model.parameters() if p.ndim >= 2]}]
-    groups += [{"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, args.lr, weight_decay=args.weight_decay, fused=True)
-    warmup = min(100, total_steps // 10) if args.warmup_steps is None else args.warmup_steps
-    schedule = transformers.get_scheduler(args.lr_scheduler, optimizer, warmup, total_steps)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, args.lr, fused=True)
+
+    # Learning rate. All schedules are functions of the step, so a resume needs the step only and no
+    # state of the scheduler. We call its function ourselves, with the step.
+    warmup_steps = args.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = min(100, total_steps // 10)
+    scheduler = transformers.get_scheduler(args.lr_scheduler, optimizer, warmup_steps, total_steps)
+    lr_factor = scheduler.lr_lambdas[0]
+    # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
+    # the backward, and divides the gradients by it afterwards. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
-    # Resume, then open the log at the step where the run stands.
+    # Resume from the newest checkpoint of this run, if there is one, then open the log there.
     state = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
     start = state["step"]
     if start >= total_steps and (run_dir / "final_model" / f"step-{start:08d}").exists():
-        return say(f"{run_dir} is finished at step {start}: raise --max-steps or --num-epochs")
-    if state.get("total_steps", total_steps) != total_steps:
+        say(f"{run_dir} is finished at step {start}: raise --max-steps or --num-epochs")
+        return
+    if "total_steps" in state and state["total_steps"] != total_steps:
         say(f"learning rate: scheduled over {total_steps} steps, before {state['total_steps']}")
-    scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
+    if "scaler" in state:
+        scaler.load_state_dict(state["scaler"])
     log = RunLog(run_dir, start, total_steps, state.get("comet_key"), vars(args), facts)
 
+    # FSDP averages gradients over the shards. When it has done so for a module, it calls that
+    # module's hook, and ours averages over the replicas. On a GPU it runs beside the backward.
+    compressor = GradientCompressor(
+        replicate_group, compression, args.keep_ratio, args.chunk, args.wire_dtype, log.lap
+    )
+    for module in [*blocks, model]:
+        module.set_all_reduce_hook(compressor)  # a hook on the root alone would miss the blocks
+
     for step in range(start + 1, total_steps + 1):
-        epoch, window = divmod(step - 1, steps_per_epoch)
-        if window == 0 or step == start + 1:
-            order = np.random.default_rng((args.seed, epoch)).permutation(len(train))
-        indices = order[window * args.global_batch_size : (window + 1) * args.global_batch_size]
-        micro_batches, num_targets = batches(train, indices, args.batch_size, device)
-        dist.all_reduce(num_targets)
-        num_targets.clamp_(min=1)  # a step without any has no loss
-        # FSDP calls the hook when gradients synchronise, on a GPU in a stream beside the backward.
-        # Every module needs one: that of the root is not called for the blocks.
-        traffic = {"sent": 0.0, "dense": 0.0}
-        # Where a chunk's values travel, in randk and dct: in the same places on all replicas, or no
-        # mean could be made, in others at each step, or parameters would starve (arXiv:1610.05492).
-        places = torch.randperm(args.chunk, generator=torch.Generator().manual_seed(step))
-        places = places[: max(1, round(args.keep * args.chunk))].to(device, non_blocking=True)
-        hook = partial(average, group=replicas, mode=mode, wire=args.wire_dtype, chunk=args.chunk)
-        hook = partial(hook, places=places, lap=log.lap, traffic=traffic)
-        for module in [*blocks, model]:
-            module.set_all_reduce_hook(hook)
+        # Data. The seed and the epoch alone decide the order of an epoch's samples, and the step
+        # decides which part of it is this step's global batch. So a resume continues exactly where
+        # the run was, without any state of a data loader.
+        epoch, step_in_epoch = divmod(step - 1, steps_per_epoch)
+        if step_in_epoch == 0 or step == start + 1:
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(train_data))
+        first = step_in_epoch * args.global_batch_size
+        indices = order[first : first + args.global_batch_size]
+
+        micro_batches, num_targets = make_micro_batches(
+            train_data, indices, args.batch_size, device
+        )
+        dist.all_reduce(num_targets)  # the sum over all ranks replaces each rank's own number
+        num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
+        compressor.start_step(step, device)
+        log.lap("data")
+
+        # Forward and backward. The gradients of all micro-batches add up in `.grad`.
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
-        log.lap("data")
-        for input_ids, targets in micro_batches:
+        for i, (input_ids, targets) in enumerate(micro_batches):
             # Gradients are averaged once per step, in the backward of its last micro-batch.
-            final = targets is micro_batches[-1][1]
-            model.set_requires_gradient_sync(final)
-            # Parameters that stay gathered behind a forward stay so until the step's last backward.
-            model.set_reshard_after_backward(final or not args.keep_gathered)
+            is_last = i == len(micro_batches) - 1
+            model.set_requires_gradient_sync(is_last)
+            # Parameters that are kept after a forward are kept until the last backward of the step.
+            model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
+
             loss = loss_sum(model, input_ids, targets)
             step_loss += loss.detach()
             log.lap("forward")
-            # The mean over the targets of the global batch: a mean of means weighs them unequally.
-            # Gradients are averaged over the ranks: times WORLD_SIZE, that is their sum.
-            scaler.scale(loss * WORLD_SIZE / num_targets).backward()
+
+            # The loss is the mean over all targets of the global batch. The mean of the means of
+            # micro-batches would be another one, as soon as they have unequal numbers of targets.
+            # FSDP and the hook divide the sum of the ranks' gradients by world_size. Undo it here.
+            scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
+
+        # Update. Gradients longer than `max_grad_norm` are shortened to it, so that one unusual
+        # batch cannot throw the model far away.
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        lr = args.lr * lr_factor(step - 1)
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * schedule.lr_lambdas[0](step - 1)
+            group["lr"] = lr
         scaler.step(optimizer)
         scaler.update()
         log.lap("update")
 
+        # Log. `.item()` and `.tolist()` wait until the GPU has computed the value. Python would
+        # wait in every step, so values are read in the steps that are logged only.
         metrics = {}
         if step == 1 or step % args.log_freq == 0 or step == total_steps:
-            memory = memory_gb(model, optimizer, device)
             dist.all_reduce(step_loss)
+            memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)
-            grad_norm = grad_norm.full_tensor()
-            metrics = {"loss": step_loss.item() / num_targets.item(), "grad_norm": grad_norm.item()}
-            metrics |= {"learning_rate": group["lr"], "epoch": step / steps_per_epoch}
-            metrics |= log.times() | dict(zip(MEMORY, memory.tolist(), strict=True))
-            sent, dense = traffic["sent"], traffic["dense"]
-            encode_ms = metrics.pop("time/encode_ms", 0.0)
-            metrics |= {"comm/bytes_per_step": sent, "comm/encode_ms": encode_ms}
-            metrics["comm/compression_ratio"] = dense / sent if sent else 1.0
+            grad_norm = grad_norm.full_tensor()  # each rank has a part of its square
+            times = log.times()
+            encode_ms = times.pop("time/encode_ms", 0.0)
+            communicate_ms = times.pop("time/communicate_ms", 0.0)
+            times["time/backward_ms"] += encode_ms + communicate_ms  # the hook is a part of it
+            metrics = {
+                "loss": step_loss.item() / num_targets.item(),
+                "grad_norm": grad_norm.item(),
+                "learning_rate": lr,
+                "epoch": step / steps_per_epoch,
+                "comm/bytes_per_step": compressor.bytes_sent,
+                "comm/compression_ratio": compressor.ratio(),
+                "comm/encode_ms": encode_ms,
+                **times,
+                **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
+            }
+
+        # Evaluate on text that the model was not trained on.
         if step == total_steps or (args.eval_freq and step % args.eval_freq == 0):
-            metrics |= evaluate(model, held_out, args.batch_size, device)
+            metrics.update(evaluate(model, eval_data, args.batch_size, device))
             log.lap("outside")
-        if step == total_steps and mode != "none":
-            # At speed v dense takes dense / v, and this sent / v + encode_ms. On a GPU a backward,
-            # which takes twice its forward, hides that much of the sending.
-            hidden_ms = 2 * metrics["time/forward_ms"] / count if device.type == "cuda" else 0.0
-            speed = min((dense - sent) / encode_ms, dense / (hidden_ms + encode_ms)) * 0.008
-            say(f"{mode} beats none on links of less than {max(0, speed):,.0f} Mbit/s per rank")
         log.step(step, metrics)
         log.lap("log")
+
+        # Checkpoint: model and optimizer, and what else a resume needs.
         if run_dir and (step == total_steps or step % args.ckpt_freq == 0):
-            plain = {"flags": vars(args), "total_steps": total_steps, "comet_key": log.comet_key}
-            plain["scaler"] = scaler.state_dict()
-            times = save_checkpoint(run_dir, step, model, optimizer, plain, args.keep_checkpoints)
-            log.saved(times)
+            values = {
+                "flags": vars(args),
+                "experiment": experiment(args),
+                "total_steps": total_steps,
+                "comet_key": log.comet_key,
+                "scaler": scaler.state_dict(),
+            }
+            times = save_checkpoint(run_dir, step, model, optimizer, values, args.keep_checkpoints)
+            log.after_checkpoint(times)
             log.lap("outside")
+
+    # Export the model for `from_pretrained`. Then let it continue 32 tokens of held-out text.
     if run_dir:
         save_final_model(run_dir, max(start, total_steps), model, config, tokenizer)
     log.close()
-    tokens = sample(model, held_out[-1]["input_ids"][:256], 32, device)
+    tokens = sample(model, eval_data[-1]["input_ids"][:256], 32, device)
     say(f"{tokenizer.decode(tokens[:32])} [the model goes on] {tokenizer.decode(tokens[32:])}")
 
 
 def load_config(name, from_scratch):
-    """Returns the config, the tokenizer, and what to load weights from: None to start from new."""
-    # Bytes as tokens need no file: 256 of them and an end of text.
-    vocabulary = enumerate(["<|endoftext|>", *sorted(ByteLevel.alphabet())])
-    tokenizer = transformers.GPT2Tokenizer({token: i for i, token in vocabulary}, merges=[])
+    """Returns the model's config, its tokenizer, and the path or hub id of its weights.
+
+    The path is None if the model starts from random weights."""
     if name == "tiny":
-        sizes = {"vocab_size": 384, "hidden_size": 128, "intermediate_size": 320}
-        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
-        return transformers.LlamaConfig(**sizes, bos_token_id=0, eos_token_id=0), tokenizer, None
+        config = transformers.LlamaConfig(
+            vocab_size=384,
+            hidden_size=128,
+            intermediate_size=320,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return config, byte_tokenizer(), None
+
+    files = [file.name for file in Path(name).glob("*")]  # none: it is an id on the hub
+    has_tokenizer = not files or any("token" in file or "vocab" in file for file in files)
+    endings = (".safetensors", ".bin", ".pt")
+    has_weights = not files or any(ending in file for file in files for ending in endings)
     try:
-        files = [file.name for file in Path(name).glob("*")]
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        config = config.get_text_config()
-        if not files or any("token" in file or "vocab" in file for file in files):
+        config = config.get_text_config()  # of a model for text and images, the part for text
+        if has_tokenizer:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         else:
+            tokenizer = byte_tokenizer()
             say(f"{name} has no tokenizer: its tokens are bytes here")
-    except Exception as error:  # libraries raise all kinds for a file that is not as it should be
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
         fail(f"--model-name {name}: {type(error).__name__}: {error}")
     if len(tokenizer) > config.vocab_size:
         fail(f"--model-name {name}: {len(tokenizer)} tokens, a vocabulary of {config.vocab_size}")
-    # Dropout draws random numbers, and others when the batch is cut another way.
+
+    # Dropout draws random numbers. A batch that is split differently would get different ones.
     for key, value in vars(config).items():
         if value and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
-    has_weights = not files or any(x in f for f in files for x in (".safetensors", ".bin", ".pt"))
     return config, tokenizer, name if has_weights and not from_scratch else None
 
 
+def byte_tokenizer():
+    """A tokenizer that needs no file: 256 bytes and an end-of-text token, which has number 0."""
+    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return transformers.GPT2Tokenizer(vocabulary, merges=[])
+
+
+def check_seq_length(seq_length, config, name):
+    """The sequence length: the one asked for, or the longest that the model takes, up to 1024."""
+    longest = getattr(config, "max_position_embeddings", sys.maxsize)
+    seq_length = seq_length or min(1024, longest)
+    if not 2 <= seq_length <= longest:
+        fail(f"--seq-length {seq_length}: {name} takes from 2 to {longest} tokens")
+    return seq_length
+
+
 def load_data(name, subset, tokenizer, seq_length):
-    """Returns the sequences to train on and to evaluate on: validation, test, or the last 5 %."""
-    path, source = Path(name), {"path": name, "name": subset}
+    """Returns the sequences to train on and those to evaluate on.
+
+    These are a split called validation or test, or else the last 5 % of the training data."""
     try:
-        if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
-            source = {"path": str(path.resolve().parent), "data_files": path.name}
-        if path.suffix == ".txt" or any(path.rglob("*.txt")):
-            source["sample_by"] = "document"
-        # The processes of a node take turns: the first tokenises, the others find its cache.
+        # The processes of a node take turns: the first tokenizes, the others read its cache.
         with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
-            if name == "python-docs":
-                datasets.disable_progress_bars()
-                splits = {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
-            elif name == "dummy":
-                tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
-                splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
-            else:
-                splits = datasets.load_dataset(**source)
+            splits = load_splits(name, subset, tokenizer, seq_length)
             if "train" not in splits:
                 raise ValueError(f"no split is called train, there are {list(splits)}")
             train = pack(splits["train"], tokenizer, seq_length)
             for split in ("validation", "test"):
                 if split in splits:
                     return train, pack(splits[split], tokenizer, seq_length)
-    except Exception as error:
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
         fail(f"--dataset-name {name}: {type(error).__name__}: {error} {error.__cause__ or ''}")
-    rest = len(train) - (len(train) + 19) // 20
-    return train.select(range(rest)), train.select(range(rest, len(train)))
+    num_held_out = math.ceil(len(train) / 20)
+    num_train = len(train) - num_held_out
+    return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
-def pack(data, tokenizer, seq_length):
-    """Turns documents into sequences. Rows with input_ids (and labels) are taken as they are."""
-    if "input_ids" in data.column_names:
-        length = len(data[0]["input_ids"])
+def load_splits(name, subset, tokenizer, seq_length):
+    """Returns the splits of a data set by name: of documents, or of rows that hold tokens."""
+    if name == "python-docs":
+        datasets.disable_progress_bars()
+        return {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
+    if name == "dummy":
+        tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
+        return {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
+
+    path = Path(name)
+    source = {"path": name, "name": subset}
+    if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
+        source = {"path": str(path.resolve().parent), "data_files": path.name}
+    if path.suffix == ".txt" or any(path.rglob("*.txt")):
+        source["sample_by"] = "document"  # a file is a document, not each of its lines
+    return datasets.load_dataset(**source)
+
+
+def pack(documents, tokenizer, seq_length):
+    """Turns a data set of documents into one of sequences, with a column `input_ids`.
+
+    Rows that have input_ids (and maybe labels) already are taken as they are."""
+    if "input_ids" in documents.column_names:
+        length = len(documents[0]["input_ids"])
         if length != seq_length:
             raise ValueError(f"its input_ids have {length} tokens, --seq-length is {seq_length}")
+        sequences = documents
     else:
-        texts = [k for k, v in data.features.items() if getattr(v, "dtype", "").endswith("string")]
-        if not texts:
-            raise ValueError(f"no column holds text, there are {data.column_names}")
-        how = {"column": "text" if "text" in texts else texts[0], "length": seq_length}
-        how |= {"tokenizer": tokenizer, "rest": []}
-        data = data.map(join_and_cut, batched=True, remove_columns=data.column_names, fn_kwargs=how)
-    return data.with_format("torch", columns=sorted({"input_ids", "labels"} & {*data.column_names}))
+        packer = Packer(text_column(documents), tokenizer, seq_length)
+        columns = documents.column_names
+        sequences = documents.map(packer, batched=True, remove_columns=columns)
+    used = [name for name in ("input_ids", "labels") if name in sequences.column_names]
+    return sequences.with_format("torch", columns=used)
 
 
-def join_and_cut(documents, column, tokenizer, length, rest):
-    """Tokens of documents, EOS behind each, cut to `length`; `rest` waits for more documents."""
+def text_column(documents):
+    """The name of the column to train on: `text`, or else the first that holds strings."""
+    columns = []
+    for name, feature in documents.features.items():
+        if getattr(feature, "dtype", "").endswith("string"):
+            columns.append(name)
+    if not columns:
+        raise ValueError(f"no column holds text, there are {documents.column_names}")
+    return "text" if "text" in columns else columns[0]
+
+
+class Packer:
+    """Joins the tokens of documents and cuts them into sequences of one length (packing)."""
+
+    def __init__(self, column, tokenizer, seq_length):
+        self.column = column
+        self.tokenizer = tokenizer
+        self.seq_length = seq_length
+        self.leftover = []  # tokens that wait for the next documents to fill a sequence
+
+    def __call__(self, documents):
+        tokens = self.leftover
+        for ids in tokenize(documents[self.column], self.tokenizer):
+            tokens += ids
+        end = len(tokens) - len(tokens) % self.seq_length
+        self.leftover = tokens[end:]
+        starts = range(0, end, self.seq_length)
+        return {"input_ids": [tokens[i : i + self.seq_length] for i in starts]}
+
+
+def tokenize(texts, tokenizer):
+    """Token ids of each text, with the end-of-text token behind them."""
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for ids in tokenizer([text or "" for text in documents[column]])["input_ids"]:
-        rest += ids if ids[-1:] == eos else ids + eos
-    end = len(rest) // length * length
-    sequences = [rest[i : i + length] for i in range(0, end, length)]
-    del rest[:end]
-    return {"input_ids": sequences}
+    documents = tokenizer([text or "" for text in texts])["input_ids"]
+    # Some tokenizers add the token themselves.
+    return [ids if ids[-1:] == eos else ids + eos for ids in documents]
 
 
 def load_model(config, weights, attn, seed):
-    """The model on the CPU, in fp32, with the weights of a folder or hub id, or with new ones."""
-    how = {"attn_implementation": None if attn == "auto" else attn, "dtype": torch.float32}
+    """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
     torch.manual_seed(seed)
+    options = {
+        "attn_implementation": None if attn == "auto" else attn,
+        "dtype": torch.float32,
+        "trust_remote_code": False,
+    }
     try:
         if weights is None:
-            return transformers.AutoModelForCausalLM.from_config(config, **how)
-        how |= {"config": config, "output_loading_info": True, "trust_remote_code": False}
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(weights, **how)
-    except Exception as error:
+            return transformers.AutoModelForCausalLM.from_config(config, **options)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            weights, config=config, output_loading_info=True, **options
+        )
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
         fail(f"--model-name {weights or config.name_or_path}: {type(error).__name__}: {error}")
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()
 
 
-def average(gradient, group, mode, wire, chunk, places, lap, traffic):
-    """Puts the mean over the replicas in the place of `gradient`, (n,) fp32: a module's shard.
-    With randk what stands at `places` of each `chunk` travels, with dct at those of its spectrum.
-    One spectrum of all would be slow, and mean no more: parameters lie there in any order."""
-    lap("backward")
-    if gradient.is_cuda:  # FSDP made it in another stream, and may let go of it before this is done
-        gradient.record_stream(torch.cuda.current_stream())
-    traffic["dense"] += 2 * (group.size() - 1) / group.size() * gradient.nbytes
-    if mode == "none":
-        traffic["sent"] = traffic["dense"]
-        dist.all_reduce(gradient, group=group)
-        return gradient.div_(group.size())
-    if mode not in ("randk", "dct"):
-        gradient.copy_(exchange(gradient, group, mode, lap, traffic))
-        return lap("encode")
-    rows = F.pad(gradient, (0, -len(gradient) % chunk)).view(-1, chunk)
-    if mode == "dct":
-        rows = rows @ dct_basis(chunk, gradient.device).T
-    # Moved by a hash of the chunk's number: else whole columns of a matrix would travel or wait.
-    places = places + (torch.arange(len(rows), device=places.device)[:, None] * 2654435761 >> 16)
-    places %= chunk
-    # Plus 0, or NaN if a value is not finite: one that stays here must not be hidden.
-    sent = rows.gather(1, places).flatten() + 0 * gradient.sum()
-    mean = exchange(sent, group, wire, lap, traffic).view_as(places)
-    rows = torch.zeros_like(rows).scatter_(1, places, mean)
-    if mode == "dct":
-        rows = rows @ dct_basis(chunk, gradient.device)
-    gradient.copy_(rows.flatten()[: len(gradient)])
-    lap("encode")
+def fill_from_rank_0(model, full_model, device):
+    """Copies the weights of `full_model`, which rank 0 has, to the shards of all ranks.
+
+    Calling reset_parameters() on each rank instead would not give what the architecture starts
+    from, and no pretrained weights."""
+    weights = full_model.state_dict() if full_model else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+
+    # Some buffers are in no state dict, such as the frequencies of rotary embeddings.
+    for name, buffer in list(model.named_buffers()):
+        if full_model:
+            buffer = full_model.get_buffer(name)
+        buffer = buffer.to(device)
+        dist.broadcast(buffer, src=0)
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, buffer)
+
+
+class GradientCompressor:
+    """Averages gradients over the replicas of the model: a hook for FSDP's all-reduce.
+
+    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. By
+    `mode` the replicas send
+    - none: all values in fp32, by an all-reduce of PyTorch's,
+    - bf16, int8, int4: all values, rounded,
+    - randk: `keep_ratio` of the values of each chunk, at random indices, rounded to `wire_dtype`,
+    - dct: the same for the spectrum of each chunk (discrete cosine transform).
+    What a replica leaves out in randk and dct counts as 0. `lap` is RunLog's, for the timers."""
+
+    def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, lap):
+        self.group = group
+        self.mode = mode
+        self.chunk = chunk
+        self.num_kept = max(1, round(keep_ratio * chunk))
+        self.wire_dtype = wire_dtype if mode in ("randk", "dct") else mode
+        self.lap = lap
+
+    def start_step(self, step, device):
+        """Chooses the indices of this step, and counts its bytes from zero.
+
+        All replicas must send the same indices, or their values could not be averaged. In each
+        step these are others, or some parameters would never be trained (arXiv:1610.05492)."""
+        generator = torch.Generator().manual_seed(step)
+        indices = torch.randperm(self.chunk, generator=generator)[: self.num_kept]
+        self.indices = indices.to(device, non_blocking=True)
+        self.bytes_sent = 0.0
+        self.bytes_uncompressed = 0.0
+
+    def ratio(self):
+        """How many times fewer bytes this step sent than it would have without compression."""
+        return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
+
+    def __call__(self, gradient):
+        """Replaces `gradient` by its mean over the replicas."""
+        self.lap("backward")
+        # FSDP made the gradient in another CUDA stream. Its memory must not be used again before
+        # this stream is done with it.
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())
+
+        replicas = self.group.size()
+        bytes_uncompressed = 2 * (replicas - 1) / replicas * gradient.nbytes
+        self.bytes_uncompressed += bytes_uncompressed
+        if self.mode == "none":
+            self.bytes_sent += bytes_uncompressed
+            dist.all_reduce(gradient, group=self.group)
+            gradient.div_(replicas)
+            return
+
+        if self.mode in ("randk", "dct"):
+            mean = self.average_subset(gradient)
+        else:
+            mean = self.average(gradient)
+        gradient.copy_(mean)
+        self.lap("encode")
+
+    def average_subset(self, gradient):
+        """The mean of the values at `self.indices` of each chunk, 0 elsewhere: (n,) fp32."""
+        padding = -len(gradient) % self.chunk
+        rows = F.pad(gradient, (0, padding)).view(-1, self.chunk)
+        if self.mode == "dct":
+            rows = rows @ dct_basis(self.chunk, gradient.device).T
+
+        # The indices are shifted from chunk to chunk. Otherwise whole columns of a matrix whose
+        # rows are as long as a chunk would be sent, and others not. The number is Knuth's
+        # multiplicative hash: it makes the shifts irregular.
+        row_numbers = torch.arange(len(rows), device=rows.device)[:, None]
+        indices = (self.indices + (row_numbers * 2654435761 >> 16)) % self.chunk
+
+        sent = rows.gather(1, indices).flatten()
+        # If any value is not finite, all that is sent becomes NaN: one that is left out must show.
+        sent = sent + 0 * gradient.sum()
+        mean = self.average(sent).view_as(indices)
+        rows = torch.zeros_like(rows).scatter_(1, indices, mean)
+        if self.mode == "dct":
+            rows = rows @ dct_basis(self.chunk, gradient.device)
+        return rows.flatten()[: len(gradient)]
+
+    def average(self, values):
+        """The mean over the replicas of `values`, (n,) fp32, sent as `self.wire_dtype`.
+
+        An all-reduce would add up the encoded values: integers would overflow, and bf16 would lose
+        bits. So each rank receives one part of the values from all others, decodes them, averages
+        them in fp32, and sends the mean to all. These are the two phases of a ring all-reduce,
+        reduce-scatter and all-gather, and they send as many values."""
+        replicas = self.group.size()
+        padding = -len(values) % (256 * replicas)
+        rows = encode(F.pad(values, (0, padding)), self.wire_dtype)
+        parts = torch.empty_like(rows)
+        self.lap("encode")
+
+        dist.all_to_all_single(parts, rows, group=self.group)
+        self.lap("communicate")
+
+        mean = decode(parts, self.wire_dtype).view(replicas, -1).mean(0)
+        mean = encode(mean, self.wire_dtype)
+        self.lap("encode")
+
+        dist.all_gather(list(rows.chunk(replicas)), mean, group=self.group)
+        self.lap("communicate")
+
+        self.bytes_sent += 2 * (replicas - 1) / replicas * rows.nbytes
+        return decode(rows, self.wire_dtype)[: len(values)]
 
 
 @cache
 def dct_basis(chunk, device):
-    """The orthonormal DCT-II, (chunk, chunk) fp32, a frequency a row. Its inverse: its transpose.
-    Source: Ahmed, Natarajan, Rao: Discrete Cosine Transform. IEEE Trans. Computers, 1974."""
+    """The orthonormal DCT-II as a matrix, (chunk, chunk) fp32: a row for each frequency.
+
+    Its transpose is its inverse. Source: Ahmed, Natarajan, Rao: Discrete Cosine Transform. IEEE
+    Transactions on Computers, 1974."""
     n = torch.arange(chunk, dtype=torch.float64)
     basis = (2 / chunk) ** 0.5 * torch.cos(torch.pi / chunk * (n + 0.5) * n[:, None])
     basis[0] /= 2**0.5
     return basis.float().to(device)
 
 
-def exchange(values, group, wire, lap, traffic):
-    """The mean over the group of `values`, (n,) fp32, which travel as `wire`.
-    Their sums would overflow or lose bits. So a rank gets all versions of its part, and sends the
-    part's fp32 mean to all: the two halves of a ring all-reduce, with as many values sent."""
-    world = group.size()
-    rows = to_bytes(F.pad(values, (0, -len(values) % (256 * world))), wire)
-    parts = torch.empty_like(rows)
-    lap("encode")
-    dist.all_to_all_single(parts, rows, group=group)
-    lap("travel")
-    mean = to_bytes(from_bytes(parts, wire).view(world, -1).mean(0), wire)
-    lap("encode")
-    dist.all_gather(list(rows.chunk(world)), mean, group=group)
-    lap("travel")
-    traffic["sent"] += 2 * (world - 1) / world * rows.nbytes
-    return from_bytes(rows, wire)[: len(values)]
+def encode(values, dtype):
+    """Turns fp32 values into rows of bytes, uint8, of 256 values each: n must be a multiple of 256.
+
+    An integer counts in units of its row's `scale`, an fp32 number that stands behind them: the
+    largest magnitude of the row over the largest integer. If a value is not finite, neither is the
+    scale, so what `decode` returns shows it."""
+    rows = values.view(-1, 256)
+    if dtype in WIRE_FLOATS:
+        return rows.to(WIRE_FLOATS[dtype]).view(torch.uint8)
+
+    scale = rows.abs().amax(dim=1, keepdim=True) / WIRE_INTEGERS[dtype]
+    scale.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
+    integers = (rows / scale).round().to(torch.int8)
+    if dtype == "int4":
+        integers = integers[:, ::2] << 4 | integers[:, 1::2] & 15  # two in a byte
+    return torch.cat([integers.view(torch.uint8), scale.view(torch.uint8)], dim=1)
 
 
-def to_bytes(values, wire):
-    """Rows of uint8, each 256 of `values`, fp32. Integers count in steps of an fp32 `unit` that
-    stands behind them, and is not finite if one of the values is not."""
-    blocks = values.view(-1, 256)
-    if wire in FLOATS:
-        return blocks.to(FLOATS[wire]).view(torch.uint8)
-    unit = blocks.abs().amax(1, keepdim=True) / (127 if wire == "int8" else 7)
-    unit.clamp_(min=torch.finfo(torch.float32).tiny)
-    levels = (blocks / unit).round().to(torch.int8)
-    if wire == "int4":  # two in a byte
-        levels = levels[:, ::2] << 4 | levels[:, 1::2] & 15
-    return torch.cat([levels.view(torch.uint8), unit.view(torch.uint8)], dim=1)
+def decode(rows, dtype):
+    """The values, (n,) fp32, of rows from `encode`."""
+    if dtype in WIRE_FLOATS:
+        return rows.view(WIRE_FLOATS[dtype]).float().flatten()
+
+    integers = rows[:, :-4].view(torch.int8)
+    scale = rows[:, -4:].contiguous().view(torch.float32)
+    if dtype == "int4":
+        # Shifts to the right keep the sign.
+        integers = torch.stack([integers >> 4, integers << 4 >> 4], dim=2).flatten(1)
+    return (integers * scale).flatten()
 
 
-def from_bytes(rows, wire):
-    """The values, (n,) fp32, of rows from `to_bytes`."""
-    if wire in FLOATS:
-        return rows.view(FLOATS[wire]).float().flatten()
-    levels, unit = rows[:, :-4].view(torch.int8), rows[:, -4:].contiguous().view(torch.float32)
-    if wire == "int4":
-        levels = torch.stack([levels >> 4, levels << 4 >> 4], dim=2).flatten(1)
-    return (levels * unit).flatten()
+def has_flash_attention(args):
+    """Whether FlashAttention-2 is installed, and device and dtype are what it takes."""
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    return on_gpu and args.dtype != "fp32" and transformers.utils.is_flash_attn_2_available()
 
 
-def batches(data, indices, batch_size, device):
-    """Cuts this process's share of a global batch, `indices`, into micro-batches on the device.
+def flops_per_token(model, seq_length):
+    """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
 
-    Returns (input_ids, targets) pairs, (B, T) int64 with -100 for no target, and the number of
-    their targets, a CPU tensor. Position i predicts token i + 1."""
-    # One that runs short repeats a sequence without targets: all run as many micro-batches.
+    N: parameters, without embeddings that are not the output layer too. L layers, H heads of D
+    dimensions, T tokens in a sequence: attention, without regard to its mask.
+    Source: PaLM, arXiv:2204.02311, appendix B."""
+    config = model.config
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    tables.discard(model.get_output_embeddings().weight)
+    parameters = model.num_parameters() - sum(table.numel() for table in tables)
+
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = vars(config).get("head_dim")
+    attention_width = heads * head_dim if head_dim else config.hidden_size if heads else 0
+    return 6 * parameters + 12 * config.num_hidden_layers * attention_width * seq_length
+
+
+def peak_flops(device_name):
+    """FLOP/s of a device at best, 0 if it is not in the table: then MFU is not logged."""
+    for name, peak in PEAK_FLOPS.items():
+        if name in device_name:
+            return peak
+    return 0
+
+
+def make_micro_batches(data, indices, batch_size, device):
+    """Loads this rank's share of a global batch, `indices`, in micro-batches of `batch_size`.
+
+    Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
+    number of targets, a CPU tensor. targets[:, i] is the token that follows input_ids[:, i], or
+    -100 where the loss leaves it out."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    short = rank >= len(indices) % world_size > 0
-    indices = [*indices[rank::world_size], *indices[: int(short)]]
-    micro_batches, num_targets = [], torch.tensor(0)
-    for first in range(0, len(indices), batch_size):
-        rows = data[indices[first : first + batch_size]]
-        targets = F.pad(rows.get("labels", rows["input_ids"])[:, 1:], (0, 1), value=-100)
-        if short and first + batch_size >= len(indices):
+    share = list(indices[rank::world_size])
+    # If the batch cannot be divided equally, the last ranks have a sequence less. They repeat one,
+    # without targets: all ranks must call the collectives of the backward equally often.
+    is_short = len(share) < math.ceil(len(indices) / world_size)
+    if is_short:
+        share.append(indices[0])
+
+    micro_batches = []
+    num_targets = torch.tensor(0)
+    for first in range(0, len(share), batch_size):
+        rows = data[share[first : first + batch_size]]
+        input_ids = rows["input_ids"]
+        labels = rows.get("labels", input_ids)
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
+        if is_short and first + batch_size >= len(share):
             targets[-1] = -100
         num_targets += (targets != -100).sum()
-        pair = rows["input_ids"], targets
-        if device.type == "cuda":  # from pinned memory a copy waits for nothing
-            pair = [tensor.pin_memory().to(device, non_blocking=True) for tensor in pair]
-        micro_batches.append(pair)
+
+        # A copy from pinned memory runs beside other work: the CPU does not wait for it.
+        if device.type == "cuda":
+            input_ids = input_ids.pin_memory().to(device, non_blocking=True)
+            targets = targets.pin_memory().to(device, non_blocking=True)
+        micro_batches.append((input_ids, targets))
     return micro_batches, num_targets
 
 
 def loss_sum(model, input_ids, targets):
-    """The sum of the token losses in nats, a scalar on the device."""
+    """The sum of the cross-entropies of all targets, in nats: a scalar on the device."""
     logits = model(input_ids=input_ids, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 @torch.no_grad()
 def evaluate(model, data, batch_size, device):
-    """Loss in nats per token of `data`, and its exponential, as metrics."""
-    micro_batches, num_targets = batches(data, range(len(data)), batch_size, device)
-    total = sum(loss_sum(model, input_ids, targets) for input_ids, targets in micro_batches)
-    model.reshard()  # no backward comes to do it
+    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics."""
+    micro_batches, num_targets = make_micro_batches(data, range(len(data)), batch_size, device)
+    total = torch.zeros((), device=device)
+    for input_ids, targets in micro_batches:
+        total += loss_sum(model, input_ids, targets)
+    model.reshard()  # what the forward has gathered: no backward follows, which would drop it
     dist.all_reduce(total)
     dist.all_reduce(num_targets)
-    loss = (total.cpu().double() / num_targets).item()  # without targets not a number
+    loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
 @torch.no_grad()
 def sample(model, tokens, start, device):
-    """Writes tokens `start` and later of a 1-D sequence anew, drawn at temperature 0.8."""
-    tokens, draw = tokens[None].clone(), torch.Generator().manual_seed(0)
+    """Replaces the tokens from index `start` on by tokens that the model draws. Returns (T,)."""
+    tokens = tokens[None].clone()
+    generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # One shape throughout. What stands behind i is not seen: attention is causal.
-        logits = model(input_ids=tokens.to(device), use_cache=False).logits[0, i - 1].float().cpu()
-        tokens[0, i] = torch.multinomial((logits / 0.8).nan_to_num().softmax(0), 1, generator=draw)
-    model.reshard()  # no backward comes to do it
+        # The whole sequence each time, so that its shape stays the same. The old tokens behind i
+        # do no harm: attention is causal.
+        logits = model(input_ids=tokens.to(device), use_cache=False).logits
+        logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
+        probabilities = logits.nan_to_num().softmax(0)
+        tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
+    model.reshard()
     return tokens[0]
 
 
 def parse_args():
-    """Returns the flags, checked, the folder of a named run, and if FlashAttention-2 is usable."""
+    """Returns the flags: of the command line, else of the run's checkpoint, else the defaults."""
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
-    parser.convert_arg_line_to_args = shlex.split
+    parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
     parser.error = fail
+    # A switch has two forms, such as --compile and --no-compile.
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
+
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="keep logs, checkpoints and model in SAVE_DIR/NAME; resume")
     add("--save-dir", default=str(ROOT / "outputs"), help="default: outputs, beside this folder")
-    add("--seed", type=int, default=0)
+    add("--seed", type=zero_or_more(int), default=0)
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    add("--dtype", choices=("bf16", "fp16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
-    add("--log-freq", type=int, default=10, help="steps between log lines")
-    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="how many of the newest are kept")
+    add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--log-freq", type=positive(int), default=10, help="steps between log lines")
+    add("--ckpt-freq", type=positive(int), default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive(int), default=2, help="how many of the newest to keep")
     add("--comet-project-name", default="train-llm")
     add("--comet-workspace", help="default: the one of your account")
     add("--comet-offline", help="archives to upload later, no account needed", **switch)
+
     add = parser.add_argument_group("model and data").add_argument
     add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
     add("--from-scratch", help="take the architecture only, not the weights", **switch)
     add("--attn", choices=("auto", "flash_attention_2", "sdpa", "eager"), default="auto")
     add("--activation-checkpointing", help="less memory for up to a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
-    add("--keep-gathered", help="gather parameters once a step: faster, more memory", **switch)
+    add(
+        "--no-reshard-after-forward",
+        "--keep-gathered",
+        action="store_true",
+        help="gather parameters once a step: faster, more memory",
+    )
+    add("--reshard-after-forward", dest="no_reshard_after_forward", action="store_false")
     add("--compile", help="torch.compile each block", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
-    add("-s", "--seq-length", type=int, help="default: 1024, or the model's limit if shorter")
-    add("-b", "--batch-size", type=int, default=8, help="sequences of a micro-batch on a process")
-    add("--global-batch-size", type=int, default=32, help="sequences of an optimizer step")
-    add("--eval-freq", type=int, default=0, help="steps between evaluations; 0: at the end only")
-    add("--eval-sequences", type=int, default=256, help="how many an evaluation takes at most")
+    add("-s", "--seq-length", type=positive(int), help="default: 1024, or the model's limit")
+    add("-b", "--batch-size", type=positive(int), default=8, help="sequences per micro-batch")
+    add("--global-batch-size", type=positive(int), default=32, help="sequences per optimizer step")
+    add("--eval-freq", type=zero_or_more(int), default=0, help="in steps; 0: at the end only")
+    add("--eval-sequences", type=positive(int), default=256, help="how many to evaluate at most")
+
     add = parser.add_argument_group("optimization").add_argument
-    add("--num-epochs", type=int, default=3)
-    add("--max-steps", type=int, help="ends the run if it comes before the last epoch's end")
-    add("--lr", type=float, help="default: 1e-3 from scratch, 2e-5 with loaded weights")
-    add("--lr-scheduler", choices=SCHEDULERS.split(), default="cosine")
-    add("--warmup-steps", type=int, help="default: a tenth of the run, at most 100")
-    add("--weight-decay", type=float, default=0.01, help="of matrices; vectors have none")
-    add("--max-grad-norm", type=float, default=1.0)
+    add("--num-epochs", type=positive(int), default=3)
+    add("--max-steps", type=positive(int), help="ends the run, if it comes before the last epoch's")
+    add("--lr", type=positive(float), help="default: 1e-3 from scratch, 2e-5 with loaded weights")
+    schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
+    add("--lr-scheduler", choices=schedulers.split(), default="cosine")
+    add("--warmup-steps", type=zero_or_more(int), help="default: a tenth of the run, at most 100")
+    add("--weight-decay", type=zero_or_more(float), default=0.01, help="of matrices only")
+    add("--max-grad-norm", type=positive(float), default=1.0)
+
     add = parser.add_argument_group("gradients between replicas").add_argument
-    add("--shard-size", type=int, help="processes of a replica; default: those of a node")
-    add("--compression", choices=("none", "bf16", "int8", "int4", "randk", "dct"), default="int8")
-    add("--keep", "--dct-keep", type=float, default=0.5, help="the part that randk and dct send")
-    sizes = {"choices": (64, 128, 256, 512), "default": 256}
-    add("--chunk", "--dct-chunk", type=int, help="values of a spectrum, or of a draw", **sizes)
-    wires = {"choices": ("fp32", "bf16", "int8", "int4"), "default": "int8"}
-    add("--wire-dtype", help="how randk and dct send values", **wires)
+    add("--shard-size", type=positive(int), help="processes per replica; default: those of a node")
+    modes = ("none", "bf16", "int8", "int4", "randk", "dct")
+    add("--compression", choices=modes, default="int8")
+    keep_help = "the part of the values that randk and dct send"
+    add("--keep-ratio", "--keep", "--dct-keep", type=positive(float), default=0.5, help=keep_help)
+    chunks = {"choices": (64, 128, 256, 512), "default": 256}
+    add("--chunk", "--dct-chunk", type=int, help="values per spectrum or draw", **chunks)
+    wire_dtypes = (*WIRE_FLOATS, *WIRE_INTEGERS)
+    add("--wire-dtype", choices=wire_dtypes, default="int8", help="how randk and dct send values")
+
+    # A run that is resumed keeps its flags, unless the command line has others. So the flags are
+    # parsed twice: first for the name of the run, then with its flags as the defaults.
     args = parser.parse_args()
+    stored = newest_values(run_dir_of(args))
+    flags = stored.get("flags", {})
+    parser.set_defaults(**{name: flags[name] for name in vars(args) if name in flags})
+    args = parser.parse_args()
+
+    check_launcher()
+    check_hardware(args)
+    check_compression(args)
+    if stored:
+        check_same_experiment(args, stored)
+    return args
+
+
+def positive(convert):
+    """A `type` for flags: numbers above 0. `convert` is int or float."""
+
+    def parse(text):
+        value = convert(text)
+        if not 0 < value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0 and below 2**63")
+        return value
+
+    parse.__name__ = convert.__name__  # argparse names it for what is no number at all
+    return parse
+
+
+def zero_or_more(convert):
+    """A `type` for flags: numbers from 0. `convert` is int or float."""
+
+    def parse(text):
+        value = convert(text)
+        if not 0 <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text}: must be from 0 and below 2**63")
+        return value
+
+    parse.__name__ = convert.__name__
+    return parse
+
+
+def check_launcher():
+    """Ends the run if it was started in a way that this rung does not serve."""
     if "LOCAL_RANK" not in os.environ:
         fail("this rung needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
-    run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
-    stored = next((x["flags"] for _, x in checkpoints(run_dir) if x), {}) if run_dir else {}
-    parser.set_defaults(**{k: stored[k] for k in vars(args) if k in stored})  # those given win
-    args = parser.parse_args()
-    for key, value in ({"streaming": None} | vars(args)).items():
-        flag = f"--{key.replace('_', '-')} {value}"
-        if stored and key.startswith(DEFINING) and value != stored.get(key):
-            fail(f"{flag}: the run in {run_dir} has {stored.get(key)}")
-        if type(value) in (int, float) and not (0 < value < 2**63 or value == 0 and key in ZERO_OK):
-            fail(f"{flag}: must be {'from' if key in ZERO_OK else 'above'} 0 and below 2**63")
+
+
+def check_hardware(args):
+    """Ends the run if a flag asks for what this machine lacks. Chooses the dtype by default."""
     gpu = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here")
     if gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         fail(f"--nproc-per-node: there are only {torch.cuda.device_count()} GPUs here")
+    if args.dtype == "fp16" and not gpu:
+        fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     if args.cpu_offload and args.dtype == "fp16":
         fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
-    if args.dtype == "fp16" and not gpu:
-        fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
-    if WORLD_SIZE % (size := args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])):
-        fail(f"--shard-size {size}: does not divide {WORLD_SIZE} processes")
-    if args.keep > 1:
-        fail(f"--keep {args.keep}: must be above 0 and at most 1")
     args.dtype = args.dtype or ("bf16" if gpu else "fp32")
-    flash = gpu and args.dtype != "fp32" and transformers.utils.is_flash_attn_2_available()
-    if args.attn == "flash_attention_2" and not flash:
+    if args.attn == "flash_attention_2" and not has_flash_attention(args):
         fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
+
+
+def check_compression(args):
+    """Ends the run if the processes do not form whole replicas, or more than all would be sent."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    if world_size % shard_size > 0:
+        fail(f"--shard-size {shard_size}: does not divide {world_size} processes")
+    if args.keep_ratio > 1:
+        fail(f"--keep-ratio {args.keep_ratio}: must be above 0 and at most 1")
+
+
+def run_dir_of(args):
+    """The folder of a named run. A run without a name has none."""
+    return Path(args.save_dir, args.experiment_name) if args.experiment_name else None
+
+
+def newest_values(run_dir):
+    """The plain values of the run's newest checkpoint that can be read, {} if there is none."""
+    if run_dir:
+        for _, values in checkpoints(run_dir):
+            if values:
+                return values
+    return {}
+
+
+def experiment(args):
+    """What a resume must not change, by the name of the flag."""
+    return {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
+
+
+def check_same_experiment(args, stored):
+    """Ends the run if the checkpoint in its folder, with the values `stored`, is of another one."""
+    here = experiment(args)
+    # Checkpoints of version 0.1 have the flags only.
+    there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
+    for name in {**here, **there}:
+        if here.get(name) != there.get(name):
+            flag = f"--{name.replace('_', '-')} {here.get(name)}"
+            fail(f"{flag}: the run in {run_dir_of(args)} has {there.get(name)}")
+
+
+def open_run_dir(args):
+    """Creates the folder of a named run, and returns its path. None for a run without a name."""
+    run_dir = run_dir_of(args)
     try:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "metrics.jsonl").touch()
     except OSError as error:
         fail(f"--save-dir {args.save_dir}: {error}")
-    return args, run_dir, flash
+    return run_dir
 
 
-if __name__ == "__main__":
-    main(*parse_args())
-    # A gloo run that ends at once aborts at times (pytorch#179291). After an error this would hang.
+def shut_down():
+    """Ends the process group after a run that succeeded. After an error this could wait forever.
+
+    A process that ends while its gloo threads are busy may abort, and torchrun would report a
+    failure (pytorch#179291). So all ranks come to rest first."""
     gc.collect()
     dist.barrier()
     time.sleep(0.2)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    shut_down()

@@ -1,0 +1,1302 @@
+"""Rung 06: streaming. Documents are tokenized while the model trains on them, not before.
+
+Try it, train on a text of your own, fine-tune a pretrained model:
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py
+    torchrun --standalone --nproc-per-node 2 train-llm.py -e web -d web.jsonl --max-steps 200
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e c4 -d shards/ --max-steps 100000
+"""
+
+import argparse
+import gc
+import math
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from pydoc_data.topics import topics
+
+# logs_and_checkpoints.py lies beside this folder. It comes first on the path: with two clones of
+# this repository on a machine, each script must import the module of its own clone.
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+import transformers
+from logs_and_checkpoints import (
+    MEMORY_METRICS,
+    CheckpointWriter,
+    RunLog,
+    all_gather_object,
+    checkpoint_tensors,
+    checkpoints,
+    fail,
+    load_checkpoint,
+    memory_gb,
+    save_final_model,
+    say,
+)
+from tokenizers.pre_tokenizers import ByteLevel
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint
+
+transformers.logging.set_verbosity_error()
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# How compressed gradients are sent: as floats, or as integers, see `encode`.
+WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WIRE_INTEGERS = {"int8": 127, "int4": 7}
+# A run may be resumed on other hardware and in another rung, but not with other values of these:
+# it would be another experiment.
+EXPERIMENT_FLAGS = (
+    "model_name",
+    "from_scratch",
+    "dataset_name",
+    "dataset_subset",
+    "seq_length",
+    "seed",
+    "global_batch_size",
+    "data_streams",
+    "data_held_out",
+)
+# Dense bf16 peak in FLOP/s by a part of the device's name, from NVIDIA's data sheets.
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+@record  # torchrun shows the traceback of the process that failed first
+def main(args):
+    run_dir = open_run_dir(args)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    # torchrun starts the processes. In the process group each of them has a rank, its number from
+    # 0 to world_size - 1, and together they compute with tensors of all ranks (collectives). NCCL
+    # is NVIDIA's library for that: it serves tensors on GPUs. Gloo serves tensors on CPUs.
+    # A rank that waits longer than the timeout takes its peers for dead, and ends with an error.
+    # Then torchrun restarts the processes of all nodes that are left.
+    timeout = timedelta(seconds=args.timeout)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    world_size = dist.get_world_size()
+    check_shared_folder(run_dir)
+
+    # Data: streams of documents. The first ones are tokenized here, for evaluation.
+    config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
+    args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
+    train_data, eval_data = load_data(args, tokenizer)
+    eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
+
+    # An optimizer step trains on one global batch. Nobody has counted the documents, so the number
+    # of steps is a flag, and the end of an epoch, one pass over the documents, shows when it comes.
+    total_steps = args.max_steps
+    say(
+        f"{args.dataset_name}: {args.data_streams} streams of sequences of {args.seq_length} "
+        f"tokens, {len(eval_data)} held out, {total_steps} steps"
+    )
+
+    # A global batch is usually too large for the memory of the device. So it is split into
+    # micro-batches, whose gradients are added up before the update (gradient accumulation).
+    # Each rank takes its share of the global batch: more ranks do not change what is trained on.
+    sequences_per_rank = math.ceil(args.global_batch_size / world_size)
+    grad_accum_steps = math.ceil(sequences_per_rank / args.batch_size)
+    say(
+        f"{args.global_batch_size} sequences per step = "
+        f"{world_size} rank(s) × "
+        f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
+    )
+
+    # Model. Its parameters are fp32 whatever the dtype: bf16 has 8 bits of precision, and most
+    # updates are too small to change a number that has so few.
+    # A model that is too large for one GPU cannot be built there. So rank 0 builds all of it in the
+    # memory of its CPU, and every rank builds it on the meta device, where tensors have shapes but
+    # no storage. That one is sharded, and then filled.
+    full_model = None
+    if dist.get_rank() == 0:
+        full_model = load_model(config, weights, args.attn, args.seed)
+    with torch.device("meta"):
+        model = load_model(config, None, args.attn, args.seed)
+    if args.attn == "auto" and model._supports_flash_attn and has_flash_attention(args):
+        model.set_attn_implementation("flash_attention_2")
+    facts = {
+        "parameters": model.num_parameters(),
+        "attention": model.config._attn_implementation,
+        "flops_per_token": flops_per_token(model, args.seq_length),
+        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+    }
+    facts["peak_flops"] = peak_flops(facts["device_name"])
+    say(f"{facts['parameters']:,} parameters, {facts['attention']}, {args.dtype}, {device}")
+
+    # The model's transformer blocks. transformers knows the name of their class for each
+    # architecture, so that nothing here depends on how one of them is built.
+    blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    for block in blocks:
+        # All blocks have the same code, so compiling it once serves all of them.
+        if args.compile:
+            block.forward = torch.compile(block.forward)
+        # Activation checkpointing: keep the input of a block only, and compute everything else in
+        # it again when the backward needs it.
+        if args.activation_checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
+    dtype = DTYPES[args.dtype]
+    mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
+
+    # Sharding: each rank keeps 1 / world_size of every parameter. The ranks gather the parameters
+    # of a block before its forward, drop them behind it, gather them again for its backward, and
+    # then each rank gets its shard of the averaged gradient. A block is gathered as a whole, so it
+    # is what must fit beside the shards. The root module has what is left: embeddings and norm.
+
+    # Hybrid sharding (HSDP): the ranks form a mesh of two dimensions. A row holds a replica of the
+    # model, spread over its ranks. The ranks of a column hold the same shard. FSDP works within a
+    # row, where links are fast. Between rows only gradients are sent, and those are compressed.
+    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    num_replicas = world_size // shard_size
+    mesh = init_device_mesh(
+        device.type, (num_replicas, shard_size), mesh_dim_names=("replicate", "shard")
+    )
+    # Groups of a mesh have a timeout of their own, and no argument that sets it.
+    for dimension in mesh.mesh_dim_names:
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(dimension))
+    shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
+    compression = args.compression if num_replicas > 1 else "none"
+    say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
+    if num_replicas == 1:
+        say("nothing to compress: --shard-size 1 makes each process a replica")
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=shard_mesh, mp_policy=mixed_precision, offload_policy=offload)
+    if args.no_reshard_after_forward:
+        model.set_reshard_after_forward(False)
+
+    # Now each rank allocates its shards, and receives their values from rank 0.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    fill_from_rank_0(model, full_model, device)
+    del full_model
+
+    # Optimizer. Weight decay is for matrices. Biases and the weights of norms are vectors.
+    # `fused` updates all parameters in a few kernels instead of several for each parameter.
+    args.lr = args.lr or (2e-5 if weights else 1e-3)
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, args.lr, fused=True)
+
+    # Learning rate. All schedules are functions of the step, so a resume needs the step only and no
+    # state of the scheduler. We call its function ourselves, with the step.
+    warmup_steps = args.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = min(100, total_steps // 10)
+    scheduler = transformers.get_scheduler(args.lr_scheduler, optimizer, warmup_steps, total_steps)
+    lr_factor = scheduler.lr_lambdas[0]
+    # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
+    # the backward, and divides the gradients by it afterwards. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+
+    # Resume from the newest checkpoint of this run, if there is one, then open the log there.
+    state = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
+    start = state["step"]
+    if start >= total_steps and (run_dir / "final_model" / f"step-{start:08d}").exists():
+        say(f"{run_dir} is finished at step {start}: raise --max-steps")
+        return
+    if "total_steps" in state and state["total_steps"] != total_steps:
+        say(f"learning rate: scheduled over {total_steps} steps, before {state['total_steps']}")
+    if "scaler" in state:
+        scaler.load_state_dict(state["scaler"])
+    train_data.open(*state.get("streams", (0, 0, None)))
+    log = RunLog(run_dir, start, total_steps, state.get("comet_key"), vars(args), facts)
+
+    # FSDP averages gradients over the shards. When it has done so for a module, it calls that
+    # module's hook, and ours averages over the replicas. On a GPU it runs beside the backward.
+    compressor = GradientCompressor(
+        replicate_group, compression, args.keep_ratio, args.chunk, args.wire_dtype, log.lap
+    )
+    for module in [*blocks, model]:
+        module.set_all_reduce_hook(compressor)  # a hook on the root alone would miss the blocks
+
+    # torchrun sends SIGTERM to its processes when nodes join or leave, and Slurm when the time of a
+    # job is nearly over. The handler only notes it: the loop saves a checkpoint before it ends.
+    stop_signal = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signal.set())
+    progress = Progress(run_dir, start)
+    checkpointer = AsyncCheckpointer(run_dir, model, optimizer, args.keep_checkpoints, timeout)
+
+    for step in range(start + 1, total_steps + 1):
+        # Data: the next sequences of the streams that this rank reads.
+        indices = train_data.draw()
+        micro_batches, num_targets = make_micro_batches(
+            train_data, indices, args.batch_size, device
+        )
+        # All ranks must stop after the same step, but the signal may reach them in different ones.
+        # So the reduction that each step makes anyway also counts the ranks that have received it.
+        counts = torch.tensor([num_targets, stop_signal.is_set()])
+        dist.all_reduce(counts)  # the sum over all ranks replaces each rank's own numbers
+        num_targets, num_stopping = counts
+        num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
+        compressor.start_step(step, device)
+        log.lap("data")
+
+        # Forward and backward. The gradients of all micro-batches add up in `.grad`.
+        optimizer.zero_grad()
+        step_loss = torch.zeros((), device=device)
+        for i, (input_ids, targets) in enumerate(micro_batches):
+            # Gradients are averaged once per step, in the backward of its last micro-batch.
+            is_last = i == len(micro_batches) - 1
+            model.set_requires_gradient_sync(is_last)
+            # Parameters that are kept after a forward are kept until the last backward of the step.
+            model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
+
+            loss = loss_sum(model, input_ids, targets)
+            step_loss += loss.detach()
+            log.lap("forward")
+
+            # The loss is the mean over all targets of the global batch. The mean of the means of
+            # micro-batches would be another one, as soon as they have unequal numbers of targets.
+            # FSDP and the hook divide the sum of the ranks' gradients by world_size. Undo it here.
+            scaler.scale(loss * world_size / num_targets).backward()
+            log.lap("backward")
+
+        # Update. Gradients longer than `max_grad_norm` are shortened to it, so that one unusual
+        # batch cannot throw the model far away.
+        scaler.unscale_(optimizer)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        lr = args.lr * lr_factor(step - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        scaler.step(optimizer)
+        scaler.update()
+        log.lap("update")
+
+        # Log. `.item()` and `.tolist()` wait until the GPU has computed the value. Python would
+        # wait in every step, so values are read in the steps that are logged only.
+        metrics = {}
+        if step == 1 or step % args.log_freq == 0 or step == total_steps:
+            dist.all_reduce(step_loss)
+            memory = memory_gb(model, optimizer, device)
+            dist.all_reduce(memory, dist.ReduceOp.MAX)
+            grad_norm = grad_norm.full_tensor()  # each rank has a part of its square
+            times = log.times()
+            encode_ms = times.pop("time/encode_ms", 0.0)
+            communicate_ms = times.pop("time/communicate_ms", 0.0)
+            times["time/backward_ms"] += encode_ms + communicate_ms  # the hook is a part of it
+            metrics = {
+                "loss": step_loss.item() / num_targets.item(),
+                "grad_norm": grad_norm.item(),
+                "learning_rate": lr,
+                "epoch": train_data.epoch,
+                "comm/bytes_per_step": compressor.bytes_sent,
+                "comm/compression_ratio": compressor.ratio(),
+                "comm/encode_ms": encode_ms,
+                "elastic/world_size": world_size,
+                "elastic/restarts": progress.restarts,
+                "elastic/steps_lost": progress.steps_lost,
+                **times,
+                **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
+            }
+
+        # Evaluate on text that the model was not trained on.
+        if step == total_steps or (args.eval_freq and step % args.eval_freq == 0):
+            metrics.update(evaluate(model, eval_data, args.batch_size, device))
+            log.lap("outside")
+        log.step(step, metrics)
+        progress.note(step)
+        log.lap("log")
+
+        # Checkpoint: model and optimizer, and what else a resume needs. The loop waits until it is
+        # copied. The copy is written in the background, and its times are logged when that is done.
+        stopping = num_stopping > 0 and step < total_steps
+        if run_dir and (step == total_steps or step % args.ckpt_freq == 0 or stopping):
+            values = {
+                "flags": vars(args),
+                "experiment": experiment(args),
+                "total_steps": total_steps,
+                "comet_key": log.comet_key,
+                "scaler": scaler.state_dict(),
+                "streams": train_data.state(),
+            }
+            checkpointer.save(step, values)
+            log.lap("outside")
+        if times := checkpointer.poll():
+            log.after_checkpoint(times)
+        if stopping:
+            checkpointer.wait()
+            log.close()
+            say(f"stopped by SIGTERM after step {step}")
+            sys.exit(1)  # torchrun would take 0 for the end of the training
+
+    checkpointer.wait()
+    # Export the model for `from_pretrained`. Then let it continue 32 tokens of held-out text.
+    if run_dir:
+        save_final_model(run_dir, max(start, total_steps), model, config, tokenizer)
+    log.close()
+    tokens = sample(model, eval_data[-1]["input_ids"][:256], 32, device)
+    say(f"{tokenizer.decode(tokens[:32])} [the model goes on] {tokenizer.decode(tokens[32:])}")
+
+
+class Progress:
+    """The file `progress` in a run's folder: the step that was reached, and what restarts cost.
+
+    After each step rank 0 overwrites its six numbers in one write, so that a kill leaves the old
+    numbers or the new ones. A restart compares the step there with that of its checkpoint."""
+
+    def __init__(self, run_dir, start):
+        self.file = None
+        self.restarts = 0
+        self.steps_lost = 0
+        self.furthest = start
+        self.starts = 0  # since the run has got further than `furthest`
+        if run_dir and dist.get_rank() == 0:
+            try:
+                self.open(run_dir, start)
+            except OSError as error:
+                fail(f"--save-dir {run_dir}: {error}")
+
+    def open(self, run_dir, start):
+        """Reads what the last start has left, and says what it cost to stop it."""
+        self.file = os.open(run_dir / "progress", os.O_RDWR | os.O_CREAT)
+        step = start
+        if numbers := os.read(self.file, 100).split():
+            step, world_size, self.restarts, self.steps_lost, self.furthest, self.starts = map(
+                int, numbers
+            )
+            repeated = max(0, step - start)
+            self.restarts += 1
+            self.steps_lost += repeated
+            change = f"world {world_size} → {dist.get_world_size()} at step {step}"
+            say(f"{change}, resumed from step {start}, {repeated} steps repeated")
+
+        # The same error each time, and no machine that came or left.
+        self.starts = self.starts % 10 + 1
+        self.write(step)
+        if self.starts == 10:
+            fail(f"{run_dir}: 10 starts and no step beyond {self.furthest}, see their errors")
+
+    def note(self, step):
+        """To be called after each step."""
+        if step > self.furthest:
+            self.furthest = step
+            self.starts = 0
+        if self.file is not None:
+            self.write(step)
+
+    def write(self, step):
+        world_size = dist.get_world_size()
+        numbers = [step, world_size, self.restarts, self.steps_lost, self.furthest, self.starts]
+        os.pwrite(self.file, "".join(f"{number:12}" for number in numbers).encode(), 0)
+
+
+class AsyncCheckpointer:
+    """Saves checkpoints in the background: the training loop waits only while the state is copied.
+
+    A thread writes the copy. It needs a process group of its own, because the ranks must call the
+    collectives of a group in the same order, and nobody knows what the loop calls meanwhile."""
+
+    def __init__(self, run_dir, model, optimizer, keep, timeout):
+        self.run_dir = run_dir
+        self.model = model
+        self.optimizer = optimizer
+        self.keep = keep
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.stager = None
+        self.saving = None  # the future of the save that is under way
+        self.metrics = {}
+
+    def save(self, step, values):
+        """Copies the state and starts to save it, see `CheckpointWriter`. All ranks call it."""
+        start = time.perf_counter()
+        self.wait()  # one save at a time
+        # The stager keeps the memory of its copy from one save to the next. Before torch 2.13 it
+        # could be used only once.
+        if self.stager is None or torch.__version__ < "2.13":
+            options = StagingOptions(
+                use_pinned_memory=torch.cuda.is_available(),
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,
+            )
+            self.stager = DefaultStager(options)
+
+        self.writer = CheckpointWriter(self.run_dir, step, values, self.keep)
+        self.saving = dcp.async_save(
+            checkpoint_tensors(self.model, self.optimizer),
+            storage_writer=self.writer,
+            process_group=self.group,
+            async_stager=self.stager,
+        )
+        self.stall_ms = 1000 * (time.perf_counter() - start)
+
+    def wait(self):
+        """Waits until the save that is under way, if any, is on the disk."""
+        if self.saving is None:
+            return
+        try:
+            self.saving.result()
+        except dcp.api.CheckpointException as error:
+            self.writer.fail(error)
+        self.saving = None
+        self.metrics = {
+            "checkpoint/save_ms": self.writer.save_ms,
+            "checkpoint/stall_ms": self.stall_ms,
+        }
+
+    def poll(self):
+        """Metrics of a save that has ended since the last call, {} if none has."""
+        if self.saving is not None and self.saving.done():
+            self.wait()
+        metrics, self.metrics = self.metrics, {}
+        return metrics
+
+
+def load_config(name, from_scratch):
+    """Returns the model's config, its tokenizer, and the path or hub id of its weights.
+
+    The path is None if the model starts from random weights."""
+    if name == "tiny":
+        config = transformers.LlamaConfig(
+            vocab_size=384,
+            hidden_size=128,
+            intermediate_size=320,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return config, byte_tokenizer(), None
+
+    files = [file.name for file in Path(name).glob("*")]  # none: it is an id on the hub
+    has_tokenizer = not files or any("token" in file or "vocab" in file for file in files)
+    endings = (".safetensors", ".bin", ".pt")
+    has_weights = not files or any(ending in file for file in files for ending in endings)
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = config.get_text_config()  # of a model for text and images, the part for text
+        if has_tokenizer:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        else:
+            tokenizer = byte_tokenizer()
+            say(f"{name} has no tokenizer: its tokens are bytes here")
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
+        fail(f"--model-name {name}: {type(error).__name__}: {error}")
+    if len(tokenizer) > config.vocab_size:
+        fail(f"--model-name {name}: {len(tokenizer)} tokens, a vocabulary of {config.vocab_size}")
+
+    # Dropout draws random numbers. A batch that is split differently would get different ones.
+    for key, value in vars(config).items():
+        if value and ("dropout" in key or "pdrop" in key):
+            setattr(config, key, 0.0)
+            say(f"{key} is {value} in {name} and 0 here")
+    return config, tokenizer, name if has_weights and not from_scratch else None
+
+
+def byte_tokenizer():
+    """A tokenizer that needs no file: 256 bytes and an end-of-text token, which has number 0."""
+    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return transformers.GPT2Tokenizer(vocabulary, merges=[])
+
+
+def check_seq_length(seq_length, config, name):
+    """The sequence length: the one asked for, or the longest that the model takes, up to 1024."""
+    longest = getattr(config, "max_position_embeddings", sys.maxsize)
+    seq_length = seq_length or min(1024, longest)
+    if not 2 <= seq_length <= longest:
+        fail(f"--seq-length {seq_length}: {name} takes from 2 to {longest} tokens")
+    return seq_length
+
+
+def load_data(args, tokenizer):
+    """Returns the streams to train on, and the sequences to evaluate on: of the first documents."""
+    try:
+        splits = load_splits(args.dataset_name, args.dataset_subset)
+        if "train" not in splits:
+            raise ValueError(f"no split is called train, there are {list(splits)}")
+        streams = Streams(
+            splits["train"],
+            tokenizer,
+            args.seq_length,
+            args.data_streams,
+            args.global_batch_size,
+            args.data_held_out,
+        )
+        eval_data = streams.held_out()
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
+        cause = error.__cause__ or ""
+        fail(f"--dataset-name {args.dataset_name}: {type(error).__name__}: {error} {cause}")
+    if len(eval_data) == 0:
+        fail(
+            f"--data-held-out {args.data_held_out}: the first documents of {args.dataset_name} do "
+            f"not fill a sequence of {args.seq_length} tokens"
+        )
+    return streams, eval_data
+
+
+def load_splits(name, subset):
+    """Returns the splits of a data set by name. Their rows are read when they are needed."""
+    if name == "python-docs":
+        texts = datasets.Dataset.from_dict({"text": list(topics.values())})
+        return {"train": texts.to_iterable_dataset()}
+
+    path = Path(name)
+    source = {"path": name, "name": subset}
+    if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
+        source = {"path": str(path.resolve().parent), "data_files": path.name}
+    if path.suffix == ".txt" or any(path.rglob("*.txt")):
+        source["sample_by"] = "document"  # a file is a document, not each of its lines
+    return datasets.load_dataset(**source, streaming=True)
+
+
+def text_column(row):
+    """The name of the column to train on: `text`, or else the first that holds strings."""
+    columns = [name for name, value in row.items() if isinstance(value, str)]
+    if not columns:
+        raise ValueError(f"no column holds text, there are {list(row)}")
+    return "text" if "text" in columns else columns[0]
+
+
+class Streams:
+    """The documents, dealt to `count` virtual streams. They do not depend on the number of ranks.
+
+    Sequence i of an epoch comes from stream i mod count, and a stream is read by the rank that
+    trains on its sequences. So any number of ranks sees the same sequences in the same order, and
+    to resume with another number one needs no more than the position of each stream."""
+
+    def __init__(self, documents, tokenizer, seq_length, count, batch_size, num_held_out):
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.seq_length = seq_length
+        self.count = count
+        self.batch_size = batch_size
+        self.num_held_out = num_held_out
+        self.column = text_column(next(iter(documents), {}))
+        # Each stream has files of its own. If there are too few of them, one reader reads all
+        # documents and deals them to the streams.
+        self.num_readers = count if documents.num_shards >= count else 1
+
+    def held_out(self):
+        """The first documents as sequences, for evaluation. The streams leave them out."""
+        rows = self.documents.shard(self.num_readers, 0).take(self.num_held_out)
+        packer = Packer(self.column, self.tokenizer, self.seq_length)
+        sequences = packer({self.column: [row[self.column] for row in rows]})
+        return datasets.Dataset.from_dict(sequences).with_format("torch")
+
+    def open(self, epoch, turn, positions):
+        """Continues an epoch at the stream whose turn it is. Without positions, at its start.
+
+        This rank opens the streams that are its own now, whichever rank has read them before."""
+        self.epoch = epoch
+        self.turn = turn
+        self.positions = {}
+        for stream in range(self.count):
+            if self.rank_of(stream) == dist.get_rank():
+                share = stream % self.num_readers
+                skipped = self.num_held_out if share == 0 else 0
+                self.positions[stream] = positions[stream] if positions else [skipped, 0, None]
+
+        shares = {stream % self.num_readers for stream in self.positions}
+        self.readers = {share: Reader(self, share) for share in shares}
+        self.sequences = {stream: self.cut(stream) for stream in self.positions}
+        self.next = {stream: next(self.sequences[stream], None) for stream in self.positions}
+
+    def rank_of(self, stream):
+        """The rank whose share of a global batch has the sequences of this stream."""
+        return stream % self.batch_size % dist.get_world_size()
+
+    def cut(self, stream):
+        """Yields the sequences of a stream from its position on, with the position behind each."""
+        first_document, used, _ = self.positions[stream]
+        tokens = []
+        for number, state, text in self.readers[stream % self.num_readers].documents_of(stream):
+            [ids] = tokenize([text], self.tokenizer)
+            start = used if number == first_document else 0
+            while len(tokens) + len(ids) - start >= self.seq_length:
+                end = start + self.seq_length - len(tokens)
+                yield tokens + ids[start:end], [number, end, state]
+                tokens = []
+                start = end
+            tokens += ids[start:]
+
+    def draw(self):
+        """Takes the next global batch. Returns the indices for `make_micro_batches`.
+
+        Each stream in its turn gives a sequence. Those that have ended are passed over, and when
+        all have, a new epoch begins."""
+        drawn = []
+        self.rows = []  # the sequences of this rank
+        while len(drawn) < self.batch_size:
+            # A rank knows its own streams only: which of all have another sequence?
+            live = torch.zeros(self.count, dtype=torch.int32)
+            for stream, following in self.next.items():
+                live[stream] = following is not None
+            dist.all_reduce(live)
+            turns = [(self.turn + i) % self.count for i in range(self.count)]
+            turns = [stream for stream in turns if live[stream]]
+            turns = turns[: self.batch_size - len(drawn)]
+
+            if not turns and self.turn == 0:
+                fail("--dataset-name: the documents fill no sequence beside those held out")
+            if not turns:
+                self.open(self.epoch + 1, 0, None)
+            for stream in turns:
+                if stream in self.next:
+                    sequence, self.positions[stream] = self.next[stream]
+                    self.rows.append(sequence)
+                    self.next[stream] = next(self.sequences[stream], None)
+                drawn.append(stream)
+                self.turn = stream + 1
+
+        # Where a rank has fewer sequences than another, rows without targets stand for them.
+        most = max(Counter(self.rank_of(stream) for stream in drawn).values())
+        self.rows += [[-100] * self.seq_length] * (most - len(self.rows))
+        return range(most * dist.get_world_size())
+
+    def __getitem__(self, indices):
+        """Sequences of the batch drawn last, and their labels: (B, T) int64. Indices are global."""
+        rows = [self.rows[i // dist.get_world_size()] for i in indices]
+        labels = torch.tensor(rows)
+        return {"input_ids": labels.clamp(min=0), "labels": labels}
+
+    def state(self):
+        """What `open` takes, for a checkpoint. A collective: all ranks call it."""
+        positions = {}
+        for positions_of_a_rank in all_gather_object(self.positions):
+            positions.update(positions_of_a_rank)
+        return self.epoch, self.turn, [positions[stream] for stream in range(self.count)]
+
+
+class Reader:
+    """Reads a share of the documents in order, and puts each into the queue of its stream.
+
+    It begins at the earliest position of this rank's streams in the share."""
+
+    def __init__(self, streams, share):
+        self.streams = streams
+        self.share = share
+        own = {v: p for v, p in streams.positions.items() if v % streams.num_readers == share}
+        self.first = {stream: number for stream, (number, _, _) in own.items()}
+        self.queues = {stream: deque() for stream in own}
+
+        documents = streams.documents.shard(streams.num_readers, share)
+        number, _, self.state = min(own.values(), key=lambda position: position[0])
+        if self.state:
+            documents.load_state_dict(self.state)
+        self.number = number if self.state else 0
+        self.documents = documents
+        self.rows = iter(documents)
+
+    def stream_of(self, number):
+        """The stream of a document of this share.
+
+        One reader for all streams deals the documents in turn. Each round begins one stream later,
+        so that documents that are long and short in turn are spread over all streams."""
+        count = self.streams.count
+        return self.share if self.streams.num_readers > 1 else (number + number // count) % count
+
+    def documents_of(self, stream):
+        """Yields the documents of a stream: number, the reader's state before it, and text."""
+        queue = self.queues[stream]
+        while queue or self.read():
+            if queue:
+                yield queue.popleft()
+
+    def read(self):
+        """Reads one document. Returns whether there was one."""
+        row = next(self.rows, None)
+        if row is None:
+            return False
+        stream = self.stream_of(self.number)
+        if stream in self.queues and self.number >= self.first[stream]:
+            text = row[self.streams.column]
+            self.queues[stream].append((self.number, self.state, text))
+        self.state = self.documents.state_dict()
+        self.number += 1
+        return True
+
+
+class Packer:
+    """Joins the tokens of documents and cuts them into sequences of one length (packing)."""
+
+    def __init__(self, column, tokenizer, seq_length):
+        self.column = column
+        self.tokenizer = tokenizer
+        self.seq_length = seq_length
+        self.leftover = []  # tokens that wait for the next documents to fill a sequence
+
+    def __call__(self, documents):
+        tokens = self.leftover
+        for ids in tokenize(documents[self.column], self.tokenizer):
+            tokens += ids
+        end = len(tokens) - len(tokens) % self.seq_length
+        self.leftover = tokens[end:]
+        starts = range(0, end, self.seq_length)
+        return {"input_ids": [tokens[i : i + self.seq_length] for i in starts]}
+
+
+def tokenize(texts, tokenizer):
+    """Token ids of each text, with the end-of-text token behind them."""
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    documents = tokenizer([text or "" for text in texts])["input_ids"]
+    # Some tokenizers add the token themselves.
+    return [ids if ids[-1:] == eos else ids + eos for ids in documents]
+
+
+def load_model(config, weights, attn, seed):
+    """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
+    torch.manual_seed(seed)
+    options = {
+        "attn_implementation": None if attn == "auto" else attn,
+        "dtype": torch.float32,
+        "trust_remote_code": False,
+    }
+    try:
+        if weights is None:
+            return transformers.AutoModelForCausalLM.from_config(config, **options)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            weights, config=config, output_loading_info=True, **options
+        )
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
+        fail(f"--model-name {weights or config.name_or_path}: {type(error).__name__}: {error}")
+    if info["missing_keys"]:
+        fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
+    return model.train()
+
+
+def fill_from_rank_0(model, full_model, device):
+    """Copies the weights of `full_model`, which rank 0 has, to the shards of all ranks.
+
+    Calling reset_parameters() on each rank instead would not give what the architecture starts
+    from, and no pretrained weights."""
+    weights = full_model.state_dict() if full_model else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
+
+    # Some buffers are in no state dict, such as the frequencies of rotary embeddings.
+    for name, buffer in list(model.named_buffers()):
+        if full_model:
+            buffer = full_model.get_buffer(name)
+        buffer = buffer.to(device)
+        dist.broadcast(buffer, src=0)
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, buffer)
+
+
+class GradientCompressor:
+    """Averages gradients over the replicas of the model: a hook for FSDP's all-reduce.
+
+    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. By
+    `mode` the replicas send
+    - none: all values in fp32, by an all-reduce of PyTorch's,
+    - bf16, int8, int4: all values, rounded,
+    - randk: `keep_ratio` of the values of each chunk, at random indices, rounded to `wire_dtype`,
+    - dct: the same for the spectrum of each chunk (discrete cosine transform).
+    What a replica leaves out in randk and dct counts as 0. `lap` is RunLog's, for the timers."""
+
+    def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, lap):
+        self.group = group
+        self.mode = mode
+        self.chunk = chunk
+        self.num_kept = max(1, round(keep_ratio * chunk))
+        self.wire_dtype = wire_dtype if mode in ("randk", "dct") else mode
+        self.lap = lap
+
+    def start_step(self, step, device):
+        """Chooses the indices of this step, and counts its bytes from zero.
+
+        All replicas must send the same indices, or their values could not be averaged. In each
+        step these are others, or some parameters would never be trained (arXiv:1610.05492)."""
+        generator = torch.Generator().manual_seed(step)
+        indices = torch.randperm(self.chunk, generator=generator)[: self.num_kept]
+        self.indices = indices.to(device, non_blocking=True)
+        self.bytes_sent = 0.0
+        self.bytes_uncompressed = 0.0
+
+    def ratio(self):
+        """How many times fewer bytes this step sent than it would have without compression."""
+        return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
+
+    def __call__(self, gradient):
+        """Replaces `gradient` by its mean over the replicas."""
+        self.lap("backward")
+        # FSDP made the gradient in another CUDA stream. Its memory must not be used again before
+        # this stream is done with it.
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())
+
+        replicas = self.group.size()
+        bytes_uncompressed = 2 * (replicas - 1) / replicas * gradient.nbytes
+        self.bytes_uncompressed += bytes_uncompressed
+        if self.mode == "none":
+            self.bytes_sent += bytes_uncompressed
+            dist.all_reduce(gradient, group=self.group)
+            gradient.div_(replicas)
+            return
+
+        if self.mode in ("randk", "dct"):
+            mean = self.average_subset(gradient)
+        else:
+            mean = self.average(gradient)
+        gradient.copy_(mean)
+        self.lap("encode")
+
+    def average_subset(self, gradient):
+        """The mean of the values at `self.indices` of each chunk, 0 elsewhere: (n,) fp32."""
+        padding = -len(gradient) % self.chunk
+        rows = F.pad(gradient, (0, padding)).view(-1, self.chunk)
+        if self.mode == "dct":
+            rows = rows @ dct_basis(self.chunk, gradient.device).T
+
+        # The indices are shifted from chunk to chunk. Otherwise whole columns of a matrix whose
+        # rows are as long as a chunk would be sent, and others not. The number is Knuth's
+        # multiplicative hash: it makes the shifts irregular.
+        row_numbers = torch.arange(len(rows), device=rows.device)[:, None]
+        indices = (self.indices + (row_numbers * 2654435761 >> 16)) % self.chunk
+
+        sent = rows.gather(1, indices).flatten()
+        # If any value is not finite, all that is sent becomes NaN: one that is left out must show.
+        sent = sent + 0 * gradient.sum()
+        mean = self.average(sent).view_as(indices)
+        rows = torch.zeros_like(rows).scatter_(1, indices, mean)
+        if self.mode == "dct":
+            rows = rows @ dct_basis(self.chunk, gradient.device)
+        return rows.flatten()[: len(gradient)]
+
+    def average(self, values):
+        """The mean over the replicas of `values`, (n,) fp32, sent as `self.wire_dtype`.
+
+        An all-reduce would add up the encoded values: integers would overflow, and bf16 would lose
+        bits. So each rank receives one part of the values from all others, decodes them, averages
+        them in fp32, and sends the mean to all. These are the two phases of a ring all-reduce,
+        reduce-scatter and all-gather, and they send as many values."""
+        replicas = self.group.size()
+        padding = -len(values) % (256 * replicas)
+        rows = encode(F.pad(values, (0, padding)), self.wire_dtype)
+        parts = torch.empty_like(rows)
+        self.lap("encode")
+
+        dist.all_to_all_single(parts, rows, group=self.group)
+        self.lap("communicate")
+
+        mean = decode(parts, self.wire_dtype).view(replicas, -1).mean(0)
+        mean = encode(mean, self.wire_dtype)
+        self.lap("encode")
+
+        dist.all_gather(list(rows.chunk(replicas)), mean, group=self.group)
+        self.lap("communicate")
+
+        self.bytes_sent += 2 * (replicas - 1) / replicas * rows.nbytes
+        return decode(rows, self.wire_dtype)[: len(values)]
+
+
+@cache
+def dct_basis(chunk, device):
+    """The orthonormal DCT-II as a matrix, (chunk, chunk) fp32: a row for each frequency.
+
+    Its transpose is its inverse. Source: Ahmed, Natarajan, Rao: Discrete Cosine Transform. IEEE
+    Transactions on Computers, 1974."""
+    n = torch.arange(chunk, dtype=torch.float64)
+    basis = (2 / chunk) ** 0.5 * torch.cos(torch.pi / chunk * (n + 0.5) * n[:, None])
+    basis[0] /= 2**0.5
+    return basis.float().to(device)
+
+
+def encode(values, dtype):
+    """Turns fp32 values into rows of bytes, uint8, of 256 values each: n must be a multiple of 256.
+
+    An integer counts in units of its row's `scale`, an fp32 number that stands behind them: the
+    largest magnitude of the row over the largest integer. If a value is not finite, neither is the
+    scale, so what `decode` returns shows it."""
+    rows = values.view(-1, 256)
+    if dtype in WIRE_FLOATS:
+        return rows.to(WIRE_FLOATS[dtype]).view(torch.uint8)
+
+    scale = rows.abs().amax(dim=1, keepdim=True) / WIRE_INTEGERS[dtype]
+    scale.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
+    integers = (rows / scale).round().to(torch.int8)
+    if dtype == "int4":
+        integers = integers[:, ::2] << 4 | integers[:, 1::2] & 15  # two in a byte
+    return torch.cat([integers.view(torch.uint8), scale.view(torch.uint8)], dim=1)
+
+
+def decode(rows, dtype):
+    """The values, (n,) fp32, of rows from `encode`."""
+    if dtype in WIRE_FLOATS:
+        return rows.view(WIRE_FLOATS[dtype]).float().flatten()
+
+    integers = rows[:, :-4].view(torch.int8)
+    scale = rows[:, -4:].contiguous().view(torch.float32)
+    if dtype == "int4":
+        # Shifts to the right keep the sign.
+        integers = torch.stack([integers >> 4, integers << 4 >> 4], dim=2).flatten(1)
+    return (integers * scale).flatten()
+
+
+def has_flash_attention(args):
+    """Whether FlashAttention-2 is installed, and device and dtype are what it takes."""
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    return on_gpu and args.dtype != "fp32" and transformers.utils.is_flash_attn_2_available()
+
+
+def flops_per_token(model, seq_length):
+    """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
+
+    N: parameters, without embeddings that are not the output layer too. L layers, H heads of D
+    dimensions, T tokens in a sequence: attention, without regard to its mask.
+    Source: PaLM, arXiv:2204.02311, appendix B."""
+    config = model.config
+    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    tables.discard(model.get_output_embeddings().weight)
+    parameters = model.num_parameters() - sum(table.numel() for table in tables)
+
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = vars(config).get("head_dim")
+    attention_width = heads * head_dim if head_dim else config.hidden_size if heads else 0
+    return 6 * parameters + 12 * config.num_hidden_layers * attention_width * seq_length
+
+
+def peak_flops(device_name):
+    """FLOP/s of a device at best, 0 if it is not in the table: then MFU is not logged."""
+    for name, peak in PEAK_FLOPS.items():
+        if name in device_name:
+            return peak
+    return 0
+
+
+def make_micro_batches(data, indices, batch_size, device):
+    """Loads this rank's share of a global batch, `indices`, in micro-batches of `batch_size`.
+
+    Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
+    number of targets, a CPU tensor. targets[:, i] is the token that follows input_ids[:, i], or
+    -100 where the loss leaves it out."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = list(indices[rank::world_size])
+    # If the batch cannot be divided equally, the last ranks have a sequence less. They repeat one,
+    # without targets: all ranks must call the collectives of the backward equally often.
+    is_short = len(share) < math.ceil(len(indices) / world_size)
+    if is_short:
+        share.append(indices[0])
+
+    micro_batches = []
+    num_targets = torch.tensor(0)
+    for first in range(0, len(share), batch_size):
+        rows = data[share[first : first + batch_size]]
+        input_ids = rows["input_ids"]
+        labels = rows.get("labels", input_ids)
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
+        if is_short and first + batch_size >= len(share):
+            targets[-1] = -100
+        num_targets += (targets != -100).sum()
+
+        # A copy from pinned memory runs beside other work: the CPU does not wait for it.
+        if device.type == "cuda":
+            input_ids = input_ids.pin_memory().to(device, non_blocking=True)
+            targets = targets.pin_memory().to(device, non_blocking=True)
+        micro_batches.append((input_ids, targets))
+    return micro_batches, num_targets
+
+
+def loss_sum(model, input_ids, targets):
+    """The sum of the cross-entropies of all targets, in nats: a scalar on the device."""
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@torch.no_grad()
+def evaluate(model, data, batch_size, device):
+    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics."""
+    micro_batches, num_targets = make_micro_batches(data, range(len(data)), batch_size, device)
+    total = torch.zeros((), device=device)
+    for input_ids, targets in micro_batches:
+        total += loss_sum(model, input_ids, targets)
+    model.reshard()  # what the forward has gathered: no backward follows, which would drop it
+    dist.all_reduce(total)
+    dist.all_reduce(num_targets)
+    loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
+    return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
+
+
+@torch.no_grad()
+def sample(model, tokens, start, device):
+    """Replaces the tokens from index `start` on by tokens that the model draws. Returns (T,)."""
+    tokens = tokens[None].clone()
+    generator = torch.Generator().manual_seed(0)
+    for i in range(start, tokens.shape[1]):
+        # The whole sequence each time, so that its shape stays the same. The old tokens behind i
+        # do no harm: attention is causal.
+        logits = model(input_ids=tokens.to(device), use_cache=False).logits
+        logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
+        probabilities = logits.nan_to_num().softmax(0)
+        tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
+    model.reshard()
+    return tokens[0]
+
+
+def parse_args():
+    """Returns the flags: of the command line, else of the run's checkpoint, else the defaults."""
+    parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
+    parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
+    parser.error = fail
+    # A switch has two forms, such as --compile and --no-compile.
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+
+    add = parser.add_argument_group("run").add_argument
+    add("-e", "--experiment-name", help="keep logs, checkpoints and model in SAVE_DIR/NAME; resume")
+    add(
+        "--timeout", type=positive(int), default=600, help="seconds that ranks wait for one another"
+    )
+    add("--save-dir", default=str(ROOT / "outputs"), help="default: outputs, beside this folder")
+    add("--seed", type=zero_or_more(int), default=0)
+    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
+    add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
+    add("--log-freq", type=positive(int), default=10, help="steps between log lines")
+    add("--ckpt-freq", type=positive(int), default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive(int), default=2, help="how many of the newest to keep")
+    add("--comet-project-name", default="train-llm")
+    add("--comet-workspace", help="default: the one of your account")
+    add("--comet-offline", help="archives to upload later, no account needed", **switch)
+
+    add = parser.add_argument_group("model and data").add_argument
+    add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
+    add("--from-scratch", help="take the architecture only, not the weights", **switch)
+    add("--attn", choices=("auto", "flash_attention_2", "sdpa", "eager"), default="auto")
+    add("--activation-checkpointing", help="less memory for up to a third more compute", **switch)
+    add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
+    add(
+        "--no-reshard-after-forward",
+        "--keep-gathered",
+        action="store_true",
+        help="gather parameters once a step: faster, more memory",
+    )
+    add("--reshard-after-forward", dest="no_reshard_after_forward", action="store_false")
+    add("--compile", help="torch.compile each block", **switch)
+    add("-d", "--dataset-name", default="python-docs", help="or a hub id, a file, a folder")
+    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--data-streams", type=positive(int), help="a multiple of the global batch, the default")
+    add("--data-held-out", type=positive(int), help="documents to evaluate on; default: 100")
+    add("-s", "--seq-length", type=positive(int), help="default: 1024, or the model's limit")
+    add("-b", "--batch-size", type=positive(int), default=8, help="sequences per micro-batch")
+    add("--global-batch-size", type=positive(int), default=32, help="sequences per optimizer step")
+    add("--eval-freq", type=zero_or_more(int), default=0, help="in steps; 0: at the end only")
+    add("--eval-sequences", type=positive(int), default=256, help="how many to evaluate at most")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--max-steps", type=positive(int), help="optimizer steps of the run")
+    add("--lr", type=positive(float), help="default: 1e-3 from scratch, 2e-5 with loaded weights")
+    schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
+    add("--lr-scheduler", choices=schedulers.split(), default="cosine")
+    add("--warmup-steps", type=zero_or_more(int), help="default: a tenth of the run, at most 100")
+    add("--weight-decay", type=zero_or_more(float), default=0.01, help="of matrices only")
+    add("--max-grad-norm", type=positive(float), default=1.0)
+
+    add = parser.add_argument_group("gradients between replicas").add_argument
+    add("--shard-size", type=positive(int), help="processes per replica; default: those of a node")
+    modes = ("none", "bf16", "int8", "int4", "randk", "dct")
+    add("--compression", choices=modes, default="int8")
+    keep_help = "the part of the values that randk and dct send"
+    add("--keep-ratio", "--keep", "--dct-keep", type=positive(float), default=0.5, help=keep_help)
+    chunks = {"choices": (64, 128, 256, 512), "default": 256}
+    add("--chunk", "--dct-chunk", type=int, help="values per spectrum or draw", **chunks)
+    wire_dtypes = (*WIRE_FLOATS, *WIRE_INTEGERS)
+    add("--wire-dtype", choices=wire_dtypes, default="int8", help="how randk and dct send values")
+
+    # The other rungs have this flag.
+    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    parser.add_argument("--num-epochs", nargs="?", **hidden)
+
+    # A run that is resumed keeps its flags, unless the command line has others. So the flags are
+    # parsed twice: first for the name of the run, then with its flags as the defaults.
+    args = parser.parse_args()
+    stored = newest_values(run_dir_of(args))
+    flags = stored.get("flags", {})
+    parser.set_defaults(**{name: flags[name] for name in vars(args) if name in flags})
+    args = parser.parse_args()
+
+    check_launcher()
+    if "num_epochs" in args:
+        fail("--num-epochs: nobody knows how long a stream is, use --max-steps")
+    check_restart(args)
+    check_hardware(args)
+    check_compression(args)
+    check_streams(args)
+    if stored:
+        check_same_experiment(args, stored)
+    return args
+
+
+def positive(convert):
+    """A `type` for flags: numbers above 0. `convert` is int or float."""
+
+    def parse(text):
+        value = convert(text)
+        if not 0 < value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0 and below 2**63")
+        return value
+
+    parse.__name__ = convert.__name__  # argparse names it for what is no number at all
+    return parse
+
+
+def zero_or_more(convert):
+    """A `type` for flags: numbers from 0. `convert` is int or float."""
+
+    def parse(text):
+        value = convert(text)
+        if not 0 <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text}: must be from 0 and below 2**63")
+        return value
+
+    parse.__name__ = convert.__name__
+    return parse
+
+
+def check_launcher():
+    """Ends the run if it was started in a way that this rung does not serve."""
+    if "LOCAL_RANK" not in os.environ:
+        fail("this rung needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
+
+
+def check_restart(args):
+    """Ends the run if torchrun has restarted it and it has no folder from which to continue."""
+    if args.experiment_name is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        fail("--experiment-name: a run without one leaves nothing that a restart could take up")
+
+
+def check_hardware(args):
+    """Ends the run if a flag asks for what this machine lacks. Chooses the dtype by default."""
+    gpu = args.device != "cpu" and torch.cuda.is_available()
+    if args.device == "cuda" and not gpu:
+        fail("--device cuda: PyTorch finds no GPU here")
+    if gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        fail(f"--nproc-per-node: there are only {torch.cuda.device_count()} GPUs here")
+    if args.dtype == "fp16" and not gpu:
+        fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
+    if args.cpu_offload and not gpu:
+        fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
+    if args.cpu_offload and args.dtype == "fp16":
+        fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
+    args.dtype = args.dtype or ("bf16" if gpu else "fp32")
+    if args.attn == "flash_attention_2" and not has_flash_attention(args):
+        fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
+
+
+def check_compression(args):
+    """Ends the run if the processes do not form whole replicas, or more than all would be sent."""
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    if world_size % shard_size > 0:
+        fail(f"--shard-size {shard_size}: does not divide {world_size} processes")
+    if args.keep_ratio > 1:
+        fail(f"--keep-ratio {args.keep_ratio}: must be above 0 and at most 1")
+
+
+def check_streams(args):
+    """Ends the run if its flags do not fit streams. Chooses those that depend on others."""
+    if args.dataset_name == "python-docs":  # 79 documents, half a megabyte
+        args.max_steps = args.max_steps or 160
+        args.data_held_out = args.data_held_out or 4
+    if args.max_steps is None:
+        fail("--max-steps: is needed, because nobody knows how long a stream is")
+    args.data_held_out = args.data_held_out or 100
+    args.data_streams = args.data_streams or args.global_batch_size
+    if args.data_streams % args.global_batch_size > 0:
+        fail(f"--data-streams {args.data_streams}: no multiple of {args.global_batch_size}")
+
+
+def run_dir_of(args):
+    """The folder of a named run. A run without a name has none."""
+    return Path(args.save_dir, args.experiment_name) if args.experiment_name else None
+
+
+def newest_values(run_dir):
+    """The plain values of the run's newest checkpoint that can be read, {} if there is none."""
+    if run_dir:
+        for _, values in checkpoints(run_dir):
+            if values:
+                return values
+    return {}
+
+
+def experiment(args):
+    """What a resume must not change, by the name of the flag."""
+    return {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
+
+
+def check_same_experiment(args, stored):
+    """Ends the run if the checkpoint in its folder, with the values `stored`, is of another one."""
+    here = experiment(args)
+    # Checkpoints of version 0.1 have the flags only.
+    there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
+    for name in {**here, **there}:
+        if here.get(name) != there.get(name):
+            flag = f"--{name.replace('_', '-')} {here.get(name)}"
+            fail(f"{flag}: the run in {run_dir_of(args)} has {there.get(name)}")
+
+
+def open_run_dir(args):
+    """Creates the folder of a named run, and returns its path. None for a run without a name."""
+    run_dir = run_dir_of(args)
+    try:
+        if run_dir:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "metrics.jsonl").touch()
+    except OSError as error:
+        fail(f"--save-dir {args.save_dir}: {error}")
+    return run_dir
+
+
+def shut_down():
+    """Ends the process group after a run that succeeded. After an error this could wait forever.
+
+    A process that ends while its gloo threads are busy may abort, and torchrun would report a
+    failure (pytorch#179291). So all ranks come to rest first."""
+    gc.collect()
+    dist.barrier()
+    time.sleep(0.2)
+    dist.destroy_process_group()
+
+
+def check_shared_folder(run_dir):
+    """Ends the run if the nodes do not share its folder: each would keep a part of a checkpoint."""
+    if run_dir is None:
+        return
+    with tempfile.NamedTemporaryFile(dir=run_dir) as file:
+        name = Path(all_gather_object(file.name)[0]).name  # a file of rank 0
+        if not all(all_gather_object((run_dir / name).exists())):
+            fail(f"--save-dir {run_dir}: must be one folder that all nodes share")
+
+
+if __name__ == "__main__":
+    try:
+        main(parse_args())
+    except SystemExit as end:
+        # `fail` ends with 2. A restart would fail in the same way, so torchrun is told to stop.
+        if end.code == 2 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        raise
+    shut_down()

@@ -14,6 +14,10 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SUPPORT = ROOT / "tests" / "support"
+FAULTS = SUPPORT / "faults"
+# On the PYTHONPATH of a process, this lets it import this module and those of tests/support.
+TEST_MODULES = f"{ROOT / 'tests'}{os.pathsep}{SUPPORT}"
 RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp", "04-compression", "05-multinode")
 # Generous: these machines are shared, and slow at times. No test depends on speed.
 TIMEOUT = 600

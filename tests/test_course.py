@@ -16,14 +16,14 @@ from pathlib import Path
 import benchmark
 import pytest
 import traps
-from conftest import ROOT, RUNGS, environment, finish, load, script
+from conftest import ROOT, RUNGS, SUPPORT, environment, finish, load, script
 from test_ladder import PAIRS, changed_lines
 
 BELOW = {rung: below for below, rung in PAIRS}
 CHAPTERS = [f"{rung}/README.md" for rung in RUNGS]
 DOCUMENTS = ["README.md", "outputs/README.md", *CHAPTERS]
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS if (ROOT / name).exists()}
-SMALL = ROOT / "tests" / "small"
+SMALL = SUPPORT / "small"
 
 # Flags of other programs.
 LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port"
@@ -217,8 +217,9 @@ def missing_paths(name, text):
         first, _, rest = word.partition("/")
         ours = first in top and rest and not (first == "outputs" and rest[:8] != "measured")
         ours = ours or re.fullmatch(r"[\w.-]+\.(py|sh|sbatch|toml)", word)
-        known = [ROOT / word, ROOT / Path(name).parent / word, *ROOT.glob(f"*/{Path(word).name}")]
-        known = known[:2] if "/" in word else known
+        known = [ROOT / word, ROOT / Path(name).parent / word]
+        if "/" not in word:
+            known += [*ROOT.glob(f"*/{word}"), *ROOT.glob(f"tests/*/{word}")]
         if ours and "*" not in word and word not in FOREIGN and not any(p.exists() for p in known):
             problems.append(f"{name}: there is no {word}")
     return problems
@@ -280,11 +281,12 @@ def unknown_flags(name, text):
 
 
 def unknown_measurements(name, text):
-    """Names behind tests/benchmark.py and tests/traps.py that are none of their commands."""
+    """Names behind tests/benchmarks/benchmark.py and traps.py that are none of their commands."""
     problems, known = [], {"benchmark": set(benchmark.COMMANDS), "traps": {*traps.TRAPS, "all"}}
-    for module, command in re.findall(r"tests/(benchmark|traps)\.py ([a-z][\w-]*)", text):
+    named = re.findall(r"tests/benchmarks/(benchmark|traps)\.py ([a-z][\w-]*)", text)
+    for module, command in named:
         if command not in known[module]:
-            problems.append(f"{name}: tests/{module}.py has no command {command}")
+            problems.append(f"{name}: tests/benchmarks/{module}.py has no command {command}")
     return problems
 
 
@@ -339,7 +341,7 @@ FAULTS = [
     (broken_links, "# One\n\nSee [it](#two)."),
     (unknown_flags, "`--compression` sets it."),
     (unknown_flags, "```bash\npython 01-single-gpu/train-llm.py \\\n    --cpu-offload\n```\n"),
-    (unknown_measurements, "`python tests/benchmark.py no-such`"),
+    (unknown_measurements, "`python tests/benchmarks/benchmark.py no-such`"),
     (praise, "An Elegant way."),
     (bad_form, "# Rung 02: all too short\n"),
 ]

@@ -124,7 +124,7 @@ def test_the_readme_has_the_true_counts_and_measurements():
 
 
 def test_tables_in_prose_are_those_that_were_measured():
-    """What tests/benchmark.py wrote to outputs/measured stands word for word in a README."""
+    """What benchmark.py and traps.py wrote to outputs/measured stands in a README word for word."""
     prose = "".join(path.read_text() for path in ROOT.glob("*/README.md"))
     prose += (ROOT / "README.md").read_text()
     tables = list((ROOT / "outputs" / "measured").glob("*.md"))

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ladder import ROOT, RUNGS, script
 
-ROOT = Path(__file__).resolve().parent.parent
 SUPPORT = ROOT / "tests" / "support"
 FAULTS = SUPPORT / "faults"
 # On the PYTHONPATH of a process, this lets it import this module and those of tests/support.
 TEST_MODULES = f"{ROOT / 'tests'}{os.pathsep}{SUPPORT}"
-RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp", "04-compression", "05-multinode")
 # Generous: these machines are shared, and slow at times. No test depends on speed.
 TIMEOUT = 600
 # Enough to train, little enough for many runs: 8 sequences of 64 bytes a step.
@@ -42,10 +41,6 @@ class Result:
     def errors(self):
         """The lines in which a script reports an error of its user's."""
         return [line for line in self.err.splitlines() if line.startswith("train-llm.py: error: ")]
-
-
-def script(rung):
-    return ROOT / rung / "train-llm.py"
 
 
 def load(rung):

@@ -21,14 +21,14 @@ from test_ladder import PAIRS, changed_lines
 
 BELOW = {rung: below for below, rung in PAIRS}
 CHAPTERS = [f"{rung}/README.md" for rung in RUNGS]
-DOCUMENTS = ["README.md", "outputs/README.md", *CHAPTERS]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "outputs/README.md", *CHAPTERS]
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS if (ROOT / name).exists()}
 SMALL = SUPPORT / "small"
 
 # Flags of other programs.
 LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port"
 LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
-LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help"
+LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
 # Files that are named and are not this repository's.
 FOREIGN = set()
 PRAISE = "simply|easily|effortless(ly)?|powerful|elegant(ly)?|blazing(ly)?|lightning|seamless(ly)?"
@@ -225,6 +225,15 @@ def missing_paths(name, text):
     return problems
 
 
+def missing_tests(name, text):
+    """Tests that are named as `tests/file.py::test_name` and are not there."""
+    problems = []
+    for path, test in re.findall(r"(tests/test_\w+\.py)::(\w+)", text):
+        if (ROOT / path).exists() and f"def {test}(" not in (ROOT / path).read_text():
+            problems.append(f"{name}: {path} has no {test}")
+    return problems
+
+
 def anchors(text):
     """The fragments that GitHub gives to the headings of a document."""
     found = []
@@ -272,7 +281,7 @@ def unknown_flags(name, text):
     problems = []
     for part, is_command in parts:
         named = {r for r in RUNGS if re.search(rf"\b{r[:2]}\b", part)}
-        named |= {RUNGS[4]} if re.search(r"run\.sh|\.sbatch", part) else set()
+        named |= {"05-multinode"} if re.search(r"run\.sh|\.sbatch", part) else set()
         rungs = (named or home) if is_command else (named | home)
         known = set().union(*(flags_of(rung) for rung in rungs)) | set(LAUNCHERS.split())
         for flag in sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", part)) - known):
@@ -303,7 +312,7 @@ def bad_form(name, text):
     rung, lines = rung_of(name), text.splitlines()
     if not rung:
         return []
-    bound = 600 if rung == RUNGS[-1] else 300
+    bound = 600 if rung == "05-multinode" else 300
     sections = [line[3:] for line in lines if line.startswith("## ")]
     expected = SECTIONS if rung in BELOW else SECTIONS[1:]
     found = {
@@ -318,7 +327,7 @@ def bad_form(name, text):
 
 
 CHECKS = [wrong_quotes, unexplained_hunks, wrong_counts, missing_paths, broken_links, unknown_flags]
-CHECKS += [unknown_measurements, praise, bad_form]
+CHECKS += [missing_tests, unknown_measurements, praise, bad_form]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -337,6 +346,7 @@ FAULTS = [
     (missing_paths, "See `tests/no_such.py`."),
     (missing_paths, "See `no_such.sh`."),
     (missing_paths, "```bash\npython 02-ddp/train.py -e a\n```\n"),
+    (missing_tests, "See `tests/test_ladder.py::test_no_such`."),
     (broken_links, "See [it](../03-fsdp/no-such.py)."),
     (broken_links, "# One\n\nSee [it](#two)."),
     (unknown_flags, "`--compression` sets it."),

@@ -12,9 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ladder import ROOT, builds_on, script
+from ladder import RUNGS as RUNGS  # tests take it from here
 
-ROOT = Path(__file__).resolve().parent.parent
-RUNGS = ("01-single-gpu", "02-ddp", "03-fsdp", "04-compression", "05-multinode")
+SUPPORT = ROOT / "tests" / "support"
+FAULTS = SUPPORT / "faults"
+# On the PYTHONPATH of a process, this lets it import this module and those of tests/support.
+TEST_MODULES = f"{ROOT / 'tests'}{os.pathsep}{SUPPORT}"
 # Generous: these machines are shared, and slow at times. No test depends on speed.
 TIMEOUT = 600
 # Enough to train, little enough for many runs: 8 sequences of 64 bytes a step.
@@ -23,7 +27,7 @@ SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", 
 
 def exact(rung, processes):
     """The flags with which a rung computes what the others do: from 04 on two replicas, dense."""
-    if rung not in RUNGS[3:]:
+    if not builds_on(rung, "04-compression"):
         return ()
     return ("--compression", "none", "--shard-size", max(1, processes // 2))
 
@@ -38,10 +42,6 @@ class Result:
     def errors(self):
         """The lines in which a script reports an error of its user's."""
         return [line for line in self.err.splitlines() if line.startswith("train-llm.py: error: ")]
-
-
-def script(rung):
-    return ROOT / rung / "train-llm.py"
 
 
 def load(rung):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import (
+    FAULTS,
     SMALL,
     assert_same_curve,
     end,
@@ -50,7 +51,6 @@ WALK = walk_over_all_pairs(CONFIGURATIONS)
 PARTS = [WALK[first : first + 11] for first in (0, 10, 20)]
 # From the first to the last rungs, and back.
 SHORT = [CONFIGURATIONS[place] for place in (0, 4, 0)]
-FAULTS = Path(__file__).parent / "faults"
 DIED = -9
 FILES = ["__0_0.distcp", ".metadata", "state.json"]
 

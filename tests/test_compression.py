@@ -2,13 +2,14 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from compression_worker import MODES
 from conftest import (
     SMALL,
+    SUPPORT,
+    TEST_MODULES,
     assert_same_curve,
     finish,
     load,
@@ -37,8 +38,8 @@ def averages():
 
     @cache
     def averages_of(replicas):
-        here = Path(__file__).parent
-        result = finish(start(here / "compression_worker.py", replicas, PYTHONPATH=str(here)))
+        worker = SUPPORT / "compression_worker.py"
+        result = finish(start(worker, replicas, PYTHONPATH=TEST_MODULES))
         assert result.returncode == 0, result.err
         return json.loads(result.out.split("RESULTS")[1].splitlines()[0])
 

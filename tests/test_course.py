@@ -16,19 +16,19 @@ from pathlib import Path
 import benchmark
 import pytest
 import traps
-from conftest import ROOT, RUNGS, environment, finish, load, script
+from conftest import ROOT, RUNGS, SUPPORT, environment, finish, load, script
 from test_ladder import PAIRS, changed_lines
 
 BELOW = {rung: below for below, rung in PAIRS}
 CHAPTERS = [f"{rung}/README.md" for rung in RUNGS]
-DOCUMENTS = ["README.md", "outputs/README.md", *CHAPTERS]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "outputs/README.md", *CHAPTERS]
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS if (ROOT / name).exists()}
-SMALL = ROOT / "tests" / "small"
+SMALL = SUPPORT / "small"
 
 # Flags of other programs.
 LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port"
 LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
-LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help"
+LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
 # Files that are named and are not this repository's.
 FOREIGN = set()
 PRAISE = "simply|easily|effortless(ly)?|powerful|elegant(ly)?|blazing(ly)?|lightning|seamless(ly)?"
@@ -217,10 +217,20 @@ def missing_paths(name, text):
         first, _, rest = word.partition("/")
         ours = first in top and rest and not (first == "outputs" and rest[:8] != "measured")
         ours = ours or re.fullmatch(r"[\w.-]+\.(py|sh|sbatch|toml)", word)
-        known = [ROOT / word, ROOT / Path(name).parent / word, *ROOT.glob(f"*/{Path(word).name}")]
-        known = known[:2] if "/" in word else known
+        known = [ROOT / word, ROOT / Path(name).parent / word]
+        if "/" not in word:
+            known += [*ROOT.glob(f"*/{word}"), *ROOT.glob(f"tests/*/{word}")]
         if ours and "*" not in word and word not in FOREIGN and not any(p.exists() for p in known):
             problems.append(f"{name}: there is no {word}")
+    return problems
+
+
+def missing_tests(name, text):
+    """Tests that are named as `tests/file.py::test_name` and are not there."""
+    problems = []
+    for path, test in re.findall(r"(tests/test_\w+\.py)::(\w+)", text):
+        if (ROOT / path).exists() and f"def {test}(" not in (ROOT / path).read_text():
+            problems.append(f"{name}: {path} has no {test}")
     return problems
 
 
@@ -271,7 +281,7 @@ def unknown_flags(name, text):
     problems = []
     for part, is_command in parts:
         named = {r for r in RUNGS if re.search(rf"\b{r[:2]}\b", part)}
-        named |= {RUNGS[4]} if re.search(r"run\.sh|\.sbatch", part) else set()
+        named |= {"05-multinode"} if re.search(r"run\.sh|\.sbatch", part) else set()
         rungs = (named or home) if is_command else (named | home)
         known = set().union(*(flags_of(rung) for rung in rungs)) | set(LAUNCHERS.split())
         for flag in sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", part)) - known):
@@ -280,11 +290,12 @@ def unknown_flags(name, text):
 
 
 def unknown_measurements(name, text):
-    """Names behind tests/benchmark.py and tests/traps.py that are none of their commands."""
+    """Names behind tests/benchmarks/benchmark.py and traps.py that are none of their commands."""
     problems, known = [], {"benchmark": set(benchmark.COMMANDS), "traps": {*traps.TRAPS, "all"}}
-    for module, command in re.findall(r"tests/(benchmark|traps)\.py ([a-z][\w-]*)", text):
+    named = re.findall(r"tests/benchmarks/(benchmark|traps)\.py ([a-z][\w-]*)", text)
+    for module, command in named:
         if command not in known[module]:
-            problems.append(f"{name}: tests/{module}.py has no command {command}")
+            problems.append(f"{name}: tests/benchmarks/{module}.py has no command {command}")
     return problems
 
 
@@ -301,7 +312,7 @@ def bad_form(name, text):
     rung, lines = rung_of(name), text.splitlines()
     if not rung:
         return []
-    bound = 600 if rung == RUNGS[-1] else 300
+    bound = 600 if rung == "05-multinode" else 300
     sections = [line[3:] for line in lines if line.startswith("## ")]
     expected = SECTIONS if rung in BELOW else SECTIONS[1:]
     found = {
@@ -316,7 +327,7 @@ def bad_form(name, text):
 
 
 CHECKS = [wrong_quotes, unexplained_hunks, wrong_counts, missing_paths, broken_links, unknown_flags]
-CHECKS += [unknown_measurements, praise, bad_form]
+CHECKS += [missing_tests, unknown_measurements, praise, bad_form]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -335,11 +346,12 @@ FAULTS = [
     (missing_paths, "See `tests/no_such.py`."),
     (missing_paths, "See `no_such.sh`."),
     (missing_paths, "```bash\npython 02-ddp/train.py -e a\n```\n"),
+    (missing_tests, "See `tests/test_ladder.py::test_no_such`."),
     (broken_links, "See [it](../03-fsdp/no-such.py)."),
     (broken_links, "# One\n\nSee [it](#two)."),
     (unknown_flags, "`--compression` sets it."),
     (unknown_flags, "```bash\npython 01-single-gpu/train-llm.py \\\n    --cpu-offload\n```\n"),
-    (unknown_measurements, "`python tests/benchmark.py no-such`"),
+    (unknown_measurements, "`python tests/benchmarks/benchmark.py no-such`"),
     (praise, "An Elegant way."),
     (bad_form, "# Rung 02: all too short\n"),
 ]

@@ -6,10 +6,9 @@ import subprocess
 import time
 import zipfile
 from functools import partial
-from pathlib import Path
 
 import pytest
-from conftest import end, finish, metrics, mount_small_disk, same_bits, script
+from conftest import FAULTS, end, finish, metrics, mount_small_disk, same_bits, script
 from conftest import start as begin
 from nodes import (
     FLAGS,
@@ -26,7 +25,6 @@ from nodes import (
 
 # A checkpoint may be in the making when a node dies: then the one before is taken.
 MOST = 2 * INTERVAL
-FAULTS = Path(__file__).parent / "faults"
 FIRST = "step-00000005"
 
 

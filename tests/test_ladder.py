@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, RUNGS, script
+from ladder import PARENTS, ROOT, RUNGS, script
 
-PAIRS = list(zip(RUNGS, RUNGS[1:], strict=False))
+PAIRS = [(parent, rung) for rung, parent in PARENTS.items()]
 CHANGED_LINES = {"02-ddp": 50, "03-fsdp": 60, "04-compression": 140, "05-multinode": 180}
 TOTAL_LINES = {"01-single-gpu": 360, "05-multinode": 715, "logs_and_checkpoints": 385}
 
@@ -124,7 +124,7 @@ def test_the_readme_has_the_true_counts_and_measurements():
 
 
 def test_tables_in_prose_are_those_that_were_measured():
-    """What tests/benchmark.py wrote to outputs/measured stands word for word in a README."""
+    """What benchmark.py and traps.py wrote to outputs/measured stands in a README word for word."""
     prose = "".join(path.read_text() for path in ROOT.glob("*/README.md"))
     prose += (ROOT / "README.md").read_text()
     tables = list((ROOT / "outputs" / "measured").glob("*.md"))
@@ -144,8 +144,9 @@ def test_the_tree():
     if tracked.returncode != 0:
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
-    expected = {"README.md", "pyproject.toml", "logs_and_checkpoints.py", "LICENSE", ".gitignore"}
-    assert top == expected | {"outputs", "tests", ".ci"} | set(RUNGS)
+    expected = {"README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".gitignore"}
+    expected |= {"logs_and_checkpoints.py", "outputs", "tests", ".ci"}
+    assert top == expected | set(RUNGS)
 
 
 def test_ruff_is_content():

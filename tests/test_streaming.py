@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from conftest import (
     SMALL,
+    SUPPORT,
+    TEST_MODULES,
     TIMEOUT,
     assert_same_curve,
     end,
@@ -96,9 +98,12 @@ def drawn(tmp_path_factory):
             scenario |= {"length": 32, "steps": 100, "held_out": 3 if seed % 2 else 1}
             scenarios[data, name] = scenario
     (folder / "scenarios").write_text(json.dumps(list(scenarios.values())))
-    worker = [sys.executable, Path(__file__).parent / "streams_worker.py", folder / "scenarios"]
+    worker = [sys.executable, SUPPORT / "streams_worker.py", folder / "scenarios"]
     processes = [
-        subprocess.Popen([*map(str, worker), str(folder), str(rank)], env=environment())
+        subprocess.Popen(
+            [*map(str, worker), str(folder), str(rank)],
+            env=environment(PYTHONPATH=TEST_MODULES),
+        )
         for rank in range(4)
     ]
     try:
@@ -209,8 +214,7 @@ def python(code):
     """What a program prints."""
     return subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(),
-        cwd=Path(__file__).parent,
+        env=environment(PYTHONPATH=TEST_MODULES),
         capture_output=True,
         text=True,
         check=True,

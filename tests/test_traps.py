@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, environment, finish
 
 STORED = ROOT / "outputs" / "measured"
-SCRIPT = ROOT / "tests" / "traps.py"
+SCRIPT = ROOT / "tests" / "benchmarks" / "traps.py"
 NUMBER = r"(?<![\w.#])\d+(?:\.\d+)?(?:e-\d+)?"
 
 

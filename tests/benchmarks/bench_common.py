@@ -58,7 +58,7 @@ def report(name, head, rows):
     text = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in table)
     print(f"{text}{machine()}\n", flush=True)
     (MEASURED / f"{name}.md").write_text(text)
-    command = shlex.join(["python", "tests/benchmark.py", *sys.argv[1:]])
+    command = shlex.join(["python", "tests/benchmarks/benchmark.py", *sys.argv[1:]])
     facts = {"command": command, "machine": machine(), "head": head, "rows": rows}
     (MEASURED / f"{name}.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 

@@ -1,7 +1,8 @@
 """Memory, traffic and time of a step on paper, for Llama models in rungs 03 to 05.
 
 The formulas stand in 05-multinode/README.md, with their reasons. tests/test_scale.py holds the
-memory against what is measured. `python tests/benchmark.py scale` writes the chapter's tables."""
+memory against what is measured. `python tests/benchmarks/benchmark.py scale` writes the chapter's
+tables."""
 
 import torch
 import transformers

@@ -2,23 +2,25 @@
 the same as JSON with the machine, to outputs/measured. Timings are ratios within one command on one
 machine, contenders in turn.
 
-    python tests/benchmark.py single      rung 01 against a bare loop and transformers.Trainer
-    python tests/benchmark.py scaling     rungs 02 and 03 against two of rung 01, and accelerate
-    python tests/benchmark.py world       rungs 02 and 03 with one process, against rung 01
-    python tests/benchmark.py memory      state of a rank in rungs 02 and 03
-    python tests/benchmark.py start       start to first step, against imports and loading
-    python tests/benchmark.py timers      what timers and log cost of a step
-    python tests/benchmark.py checkpoint  what a checkpoint costs the loop, beside it and in it
-    python tests/benchmark.py recovery    from a kill to the first new step
-    python tests/benchmark.py levers      what was tried to make a rung faster or smaller
-    python tests/benchmark.py wire        bytes on a network interface against those that a run logs
-    python tests/benchmark.py link        time of a step on links of 50, 200 and 1000 Mbit/s
-    python tests/benchmark.py encode      speed of encoding and decoding against that of a copy
-    python tests/benchmark.py scale       memory, traffic and time of large models, on paper
-    python tests/benchmark.py picture     losses, speed, memory and bytes of all rungs side by side
-    python tests/benchmark.py all         all of the above, two hours
-    python tests/benchmark.py loss        final loss of each way to compress gradients, two hours
-    python tests/benchmark.py profile 03-fsdp    a torch.profiler trace of a rung, to outputs/
+    python tests/benchmarks/benchmark.py COMMAND
+
+    single      rung 01 against a bare loop and transformers.Trainer
+    scaling     rungs 02 and 03 against two of rung 01, and accelerate
+    world       rungs 02 and 03 with one process, against rung 01
+    memory      state of a rank in rungs 02 and 03
+    start       start to first step, against imports and loading
+    timers      what timers and log cost of a step
+    checkpoint  what a checkpoint costs the loop, beside it and in it
+    recovery    from a kill to the first new step
+    levers      what was tried to make a rung faster or smaller
+    wire        bytes on a network interface against those that a run logs
+    link        time of a step on links of 50, 200 and 1000 Mbit/s
+    encode      speed of encoding and decoding against that of a copy
+    scale       memory, traffic and time of large models, on paper
+    picture     losses, speed, memory and bytes of all rungs side by side
+    all         all of the above, two hours
+    loss        final loss of each way to compress gradients, two hours
+    profile 03-fsdp  a torch.profiler trace of a rung, to outputs/
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link` and `picture` need Linux, root,
 and `ip` and `tc` (Debian: iproute2).
@@ -26,6 +28,11 @@ and `ip` and `tc` (Debian: iproute2).
 
 import sys
 import time
+from pathlib import Path
+
+# When this is started as a script: where conftest.py is, and what is in tests/support.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
 
 import bench_compression
 import bench_paper

@@ -1,10 +1,10 @@
 """What the rungs are compared with: a bare loop, transformers.Trainer, accelerate. Same model, same
 random tokens (as `-d dummy`), same dtype, same global batch, same optimizer.
 
-    python tests/peers.py bare '{"model": FOLDER, "seq_length": 256, ...}'
+    python tests/benchmarks/peers.py bare '{"model": FOLDER, "seq_length": 256, ...}'
 
 prints one line of JSON: target tokens per second over the steps behind `warm`, the loss of each
-step, and when the first step was done. tests/benchmark.py starts it, accelerate's by torchrun."""
+step, and when the first step was done. benchmark.py starts it, accelerate's by torchrun."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """Traps into which guides to training language models fall, each shown by a measurement.
 
-    python tests/traps.py NAME...     writes outputs/measured/trap-NAME.md, in seconds on a CPU
-    python tests/traps.py all         all of them but `join`, which takes two minutes
+    python tests/benchmarks/traps.py NAME...    writes outputs/measured/trap-NAME.md, in seconds
+    python tests/benchmarks/traps.py all        all of them but `join`, which takes two minutes
 
 Numbers do not depend on the speed of the machine, but for the seconds of `join`. MEASURED is the
 folder for the tables, if not outputs/measured.
@@ -22,13 +22,17 @@ import warnings
 from functools import cache
 from pathlib import Path
 
+# When this is started as a script: where conftest.py is, and what is in tests/support.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
+
 import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from conftest import ROOT, end, load
+from conftest import FAULTS, ROOT, end, load
 from datasets.distributed import split_dataset_by_node
 from nodes import free_port
 from torch.distributed import fsdp
@@ -357,7 +361,7 @@ def save_and_die(way, path, states, model, optimizer, share, size, strike):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if strike:
                 os.environ["STRIKE"] = strike
-                sys.path.insert(0, str(ROOT / "tests" / "faults"))
+                sys.path.insert(0, str(FAULTS))
                 sys.modules.pop("sitecustomize", None)
                 __import__("sitecustomize")
             else:
@@ -385,7 +389,8 @@ def kill_during_save():
     """What is left of the only checkpoint when a save over it is killed: real kills, by the kernel.
 
     A file is cut in the write that would go beyond a part of its length (RLIMIT_FSIZE). The last
-    row has a SIGKILL at the opening of a file, at the flush or at the rename, by tests/faults.
+    row has a SIGKILL at the opening of a file, at the flush or at the rename, by
+    tests/support/faults.
     Sources: Lightning#19970, transformers#35580."""
     rung, config, _, _ = tiny()
     model = rung.load_model(config, None, "auto", 0)

@@ -13,27 +13,27 @@ PYTHON = ("01-single-gpu", 1)
 # Flags, and the line that is expected after "train-llm.py: error: ". These are refused before
 # anything starts,
 FLAGS = [
-    ("--lr 0", "--lr 0.0: must be above 0"),
-    ("--lr -1", "--lr -1.0: must be above 0"),
-    ("--lr inf", "--lr inf: must be above 0 and below 2**63"),
-    ("--seed 99999999999999999999", "--seed 99999999999999999999: must be from 0 and below 2**63"),
-    ("--lr nan", "--lr nan: must be above 0"),
+    ("--lr 0", "argument --lr: 0: must be above 0"),
+    ("--lr -1", "argument --lr: -1: must be above 0"),
+    ("--lr inf", "argument --lr: inf: must be above 0 and below 2**63"),
+    ("--seed 99999999999999999999", "argument --seed: 99999999999999999999: must be from 0 and "),
+    ("--lr nan", "argument --lr: nan: must be above 0"),
     ("--lr fast", "argument --lr: invalid float value: 'fast'"),
-    ("--batch-size 0", "--batch-size 0: must be above 0"),
+    ("--batch-size 0", "argument -b/--batch-size: 0: must be above 0"),
     ("-b 1.5", "argument -b/--batch-size: invalid int value: '1.5'"),
-    ("--global-batch-size 0", "--global-batch-size 0: must be above 0"),
-    ("--seq-length -5", "--seq-length -5: must be above 0"),
-    ("--num-epochs 0", "--num-epochs 0: must be above 0"),
-    ("--max-steps 0", "--max-steps 0: must be above 0"),
-    ("--seed -1", "--seed -1: must be from 0 and below 2**63"),
-    ("--log-freq 0", "--log-freq 0: must be above 0"),
-    ("--ckpt-freq 0", "--ckpt-freq 0: must be above 0"),
-    ("--keep-checkpoints 0", "--keep-checkpoints 0: must be above 0"),
-    ("--eval-freq -1", "--eval-freq -1: must be from 0 and below 2**63"),
-    ("--eval-sequences 0", "--eval-sequences 0: must be above 0"),
-    ("--warmup-steps -1", "--warmup-steps -1: must be from 0 and below 2**63"),
-    ("--weight-decay -0.1", "--weight-decay -0.1: must be from 0 and below 2**63"),
-    ("--max-grad-norm 0", "--max-grad-norm 0.0: must be above 0"),
+    ("--global-batch-size 0", "argument --global-batch-size: 0: must be above 0"),
+    ("--seq-length -5", "argument -s/--seq-length: -5: must be above 0"),
+    ("--num-epochs 0", "argument --num-epochs: 0: must be above 0"),
+    ("--max-steps 0", "argument --max-steps: 0: must be above 0"),
+    ("--seed -1", "argument --seed: -1: must be from 0 and below 2**63"),
+    ("--log-freq 0", "argument --log-freq: 0: must be above 0"),
+    ("--ckpt-freq 0", "argument --ckpt-freq: 0: must be above 0"),
+    ("--keep-checkpoints 0", "argument --keep-checkpoints: 0: must be above 0"),
+    ("--eval-freq -1", "argument --eval-freq: -1: must be from 0 and below 2**63"),
+    ("--eval-sequences 0", "argument --eval-sequences: 0: must be above 0"),
+    ("--warmup-steps -1", "argument --warmup-steps: -1: must be from 0 and below 2**63"),
+    ("--weight-decay -0.1", "argument --weight-decay: -0.1: must be from 0 and below 2**63"),
+    ("--max-grad-norm 0", "argument --max-grad-norm: 0: must be above 0"),
     ("--device tpu", "argument --device: invalid choice: 'tpu'"),
     ("--dtype fp64", "argument --dtype: invalid choice: 'fp64'"),
     ("--attn slow", "argument --attn: invalid choice: 'slow'"),
@@ -49,11 +49,11 @@ COMPRESSION = [
     ("--compression dpcm", "argument --compression: invalid choice: 'dpcm'"),
     ("--compression fp16", "argument --compression: invalid choice: 'fp16'"),
     ("--wire-dtype fp16", "argument --wire-dtype: invalid choice: 'fp16'"),
-    ("--dct-keep 0", "--keep 0.0: must be above 0"),
-    ("--keep 1.5", "--keep 1.5: must be above 0 and at most 1"),
-    ("--keep nan", "--keep nan: must be above 0"),
+    ("--dct-keep 0", "argument --keep-ratio/--keep/--dct-keep: 0: must be above 0"),
+    ("--keep 1.5", "--keep-ratio 1.5: must be above 0 and at most 1"),
+    ("--keep-ratio nan", "argument --keep-ratio/--keep/--dct-keep: nan: must be above 0"),
     ("--dct-chunk 1", "argument --chunk/--dct-chunk: invalid choice: 1 (choose from 64, 128, "),
-    ("--shard-size 0", "--shard-size 0: must be above 0"),
+    ("--shard-size 0", "argument --shard-size: 0: must be above 0"),
     ("--shard-size 3", "--shard-size 3: does not divide 1 processes"),
 ]
 # and these once the model and the data have been looked at.
@@ -189,7 +189,7 @@ def test_flags_are_refused_before_anything_starts(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr("sys.argv", ["train-llm.py", *flags.split()])
     with pytest.raises(SystemExit) as stop:
-        rungs[rung].parse_args()
+        rungs[rung].open_run_dir(rungs[rung].parse_args())
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -214,7 +214,7 @@ def test_one_line_and_no_traceback(flags, said, inputs):
 @pytest.mark.parametrize(
     ("rung", "flags", "said"),
     [
-        pytest.param("02-ddp", "--lr 0", "--lr 0.0: must be above 0", marks=pytest.mark.slow),
+        pytest.param("02-ddp", "--lr 0", "argument --lr: 0: must be above 0", marks=pytest.mark.slow),
         (
             "03-fsdp",
             "-d numbers.jsonl",

@@ -10,41 +10,55 @@ import pytest
 from ladder import PARENTS, ROOT, RUNGS, script
 
 PAIRS = [(parent, rung) for rung, parent in PARENTS.items()]
-CHANGED_LINES = {"02-ddp": 50, "03-fsdp": 60, "04-compression": 140, "05-multinode": 180}
-TOTAL_LINES = {"01-single-gpu": 360, "05-multinode": 715, "logs_and_checkpoints": 385}
-
-# Functions that a rung adds: the idea itself.
-NEW_FUNCTIONS = {"04-compression": ["average", "dct_basis", "exchange", "to_bytes", "from_bytes"]}
+# Functions and classes that a rung adds: the idea itself.
+NEW = {
+    "02-ddp": ["shut_down"],
+    "03-fsdp": ["fill_from_rank_0"],
+    "04-compression": ["GradientCompressor", "dct_basis", "encode", "decode", "check_compression"],
+    "05-multinode": ["Progress", "AsyncCheckpointer", "check_restart", "check_shared_folder"],
+    "06-streaming": ["Streams", "Reader", "check_streams"],
+}
+# Functions that a rung does not need any more.
+DROPPED = {"06-streaming": ["pack"]}
 # Functions that a rung changes, and why its idea is in them. The others are as on the rung below.
-CHANGED_FUNCTIONS = {
+CHANGED = {
     "02-ddp": {
         "main": "the process group, the wrapper, the reductions",
-        "batches": "each rank takes its share of the global batch",
+        "make_micro_batches": "each rank takes its share of the global batch",
         "evaluate": "the sums of all ranks make the loss",
-        "parse_args": "started by torchrun, on a GPU each",
+        "check_launcher": "it is started by torchrun",
+        "check_hardware": "each process needs a GPU",
     },
     "03-fsdp": {
-        "main": "meta device, sharding, weights dealt out, when to gather",
+        "main": "meta device, sharding, mixed precision of FSDP, when to gather",
         "evaluate": "the root is gathered and no backward frees it",
         "sample": "the same",
-        "parse_args": "--cpu-offload, --keep-gathered",
+        "parse_args": "--cpu-offload, --no-reshard-after-forward",
+        "check_hardware": "what --cpu-offload needs",
     },
     "04-compression": {
         "main": "the mesh of replicas and shards, the hook, what it sent",
         "parse_args": "its flags",
     },
     "05-multinode": {
-        "main": "the clean stop, checkpoints beside the loop, streams",
+        "main": "timeouts, the clean stop, checkpoints in the background",
+        "parse_args": "--timeout, and what a restart needs",
+    },
+    "06-streaming": {
+        "main": "batches come from streams, whose positions are saved",
         "load_data": "documents that stream",
+        "load_splits": "the same",
+        "text_column": "a stream shows its columns in its first row",
         "parse_args": "its flags",
     },
 }
 
 
 def functions(rung):
-    """The source of each function of a rung, by name, in order."""
+    """The source of each function and class of a rung, by name, in order."""
     text = script(rung).read_text()
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
@@ -56,37 +70,41 @@ def changed_lines(below, rung):
 
 
 @pytest.mark.parametrize(("below", "rung"), PAIRS)
-def test_a_rung_changes_few_lines(below, rung):
-    assert 0 < changed_lines(below, rung) <= CHANGED_LINES[rung]
-
-
-@pytest.mark.parametrize("rung", RUNGS)
-def test_lines(rung):
-    if rung in TOTAL_LINES:
-        assert len(script(rung).read_text().splitlines()) <= TOTAL_LINES[rung]
-    shared = (ROOT / "logs_and_checkpoints.py").read_text().splitlines()
-    assert len(shared) <= TOTAL_LINES["logs_and_checkpoints"]
+def test_count_the_changed_lines(below, rung, capsys):
+    """There is no limit: a diff is as long as its idea takes. The count is printed."""
+    count = changed_lines(below, rung)
+    with capsys.disabled():
+        print(f"\n{below} -> {rung}: {count} changed lines")
+    assert count > 0
 
 
 @pytest.mark.parametrize(("below", "rung"), PAIRS)
 def test_functions_that_an_idea_is_not_in_are_the_same(below, rung):
     lower, upper = functions(below), functions(rung)
-    new = NEW_FUNCTIONS.get(rung, [])
+    new, dropped = NEW.get(rung, []), DROPPED.get(rung, [])
     assert new == [name for name in upper if name not in lower]
+    assert dropped == [name for name in lower if name not in upper]
     kept = [name for name in upper if name not in new]
-    assert list(lower) == kept, "the same functions in the same order"
+    assert [name for name in lower if name in kept] == kept, "the same functions in the same order"
     changed = {name for name in kept if upper[name] != lower[name]}
-    assert changed == set(CHANGED_FUNCTIONS[rung])
+    assert changed == set(CHANGED[rung])
 
 
 @pytest.mark.parametrize(("below", "rung"), PAIRS)
 def test_no_line_is_merely_moved(below, rung):
-    """A line that stands in both is not among the changed ones, but for empty ones."""
+    """A line that stands in both is not among the changed ones, but for empty ones. Within a hunk
+    it may be indented otherwise: what stood in a `with` block of the rung below."""
     lines = [script(name).read_text().splitlines() for name in (below, rung)]
-    diff = list(difflib.unified_diff(*lines, n=0, lineterm=""))[2:]
-    removed = [line[1:].strip() for line in diff if line.startswith("-")]
-    added = [line[1:].strip() for line in diff if line.startswith("+")]
-    assert not {line for line in removed if line in added and line}
+    removed, added = {}, {}
+    matcher = difflib.SequenceMatcher(None, *lines, autojunk=False)
+    for hunk, (_, first, last, start, stop) in enumerate(matcher.get_opcodes()):
+        if lines[0][first:last] != lines[1][start:stop]:
+            removed |= {line: hunk for line in lines[0][first:last]}
+            added |= {line: hunk for line in lines[1][start:stop]}
+    assert not {line for line in removed if line in added and line.strip()}, "moved"
+    for line, hunk in removed.items():
+        elsewhere = [other for other in added if other.strip() == line.strip() and line.strip()]
+        assert all(added[other] == hunk for other in elsewhere), line
 
 
 @pytest.mark.parametrize("rung", RUNGS)

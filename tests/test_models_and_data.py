@@ -289,11 +289,11 @@ def test_a_text_file_in_a_folder_below_is_one_document(rung_01, tmp_path):
 def test_a_tokenizer_without_eos_joins_documents_bare(rung_01):
     tokenizer = rung_01.load_config("tiny", False)[1]
     tokenizer.eos_token = None
-    rest = []
+    packer = rung_01.Packer("text", tokenizer, 2)
     for text in ("ab", "c"):
-        cut = rung_01.join_and_cut({"text": [text, None]}, "text", tokenizer, 2, rest)
+        cut = packer({"text": [text, None]})
     assert cut == {"input_ids": []}
-    assert tokenizer.decode(rest) == "c"
+    assert tokenizer.decode(packer.leftover) == "c"
 
 
 def test_a_test_split_is_what_is_evaluated_on(data_files, rung_01):

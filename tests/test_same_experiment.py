@@ -108,30 +108,30 @@ MUTANTS = {
     "mean of means": (
         "02-ddp",
         (
-            "        dist.all_reduce(num_targets)\n        num_",
-            "        num_targets *= 2\n        num_",
+            "        dist.all_reduce(num_targets)  # the sum",
+            "        num_targets *= 2  # the sum",
         ),
     ),
-    "sum instead of mean over ranks": ("02-ddp", ("loss * WORLD_SIZE / num", "loss / num")),
+    "sum instead of mean over ranks": ("02-ddp", ("loss * world_size / num", "loss / num")),
     "a short rank trains on its filler": (
         "02-ddp",
         ("            targets[-1] = -100\n", "            pass\n"),
     ),
     "replicas not averaged": (
         "04-compression",
-        ("        dist.all_reduce(gradient, group=group)\n", ""),
+        ("            dist.all_reduce(gradient, group=self.group)\n", ""),
     ),
-    "weights not dealt out": (
+    "weights not broadcast": (
         "03-fsdp",
         (
-            "    set_model_state_dict(model, state, options=deal)\n",
-            "    torch.manual_seed(args.seed + dist.get_rank())\n    model.init_weights()\n",
+            "    set_model_state_dict(model, weights, options=options)\n",
+            "    torch.manual_seed(dist.get_rank())\n    model.init_weights()\n",
         ),
     ),
 }
 
 
-QUICK = ("no rank stride", "mean of means", "weights not dealt out")
+QUICK = ("no rank stride", "mean of means", "weights not broadcast")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ COUNT_DDP = """    calls = []
 
     def count(state, bucket):
         calls.extend([1] * bucket.is_last())  # one for a whole set of buckets
-        work = dist.all_reduce(bucket.buffer().div_(WORLD_SIZE), async_op=True)
+        work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
     model.register_comm_hook(None, count)
@@ -166,8 +166,11 @@ HOOKS = {
     "02-ddp": [("    # Optimizer. The learning", COUNT_DDP + "    # Optimizer. The learning")],
     "03-fsdp": [("    # Optimizer. The learning", COUNT_FSDP + "    # Optimizer. The learning")],
     "04-compression": [
-        ("def average(", "calls = []\n\n\ndef average("),
-        ('    lap("backward")\n', '    lap("backward")\n    calls.append(1)\n'),
+        ("class GradientCompressor:", "calls = []\n\n\nclass GradientCompressor:"),
+        (
+            '        self.lap("backward")\n',
+            '        self.lap("backward")\n        calls.append(1)\n',
+        ),
     ],
 }
 # What FSDP calls to gather the parameters of a block or of the root; renamed after torch 2.11.
@@ -182,8 +185,8 @@ COUNT_GATHERS = """    calls = []
     setattr(dist, name, counted)
 """
 EVERY = {
-    "02-ddp": ("model.require_backward_grad_sync = targets is micro_batches[-1][1]", "pass"),
-    "03-fsdp": ("model.set_requires_gradient_sync(final)", "pass"),
+    "02-ddp": ("model.require_backward_grad_sync = is_last", "pass"),
+    "03-fsdp": ("model.set_requires_gradient_sync(is_last)", "pass"),
 }
 EVERY["04-compression"] = EVERY["03-fsdp"]
 CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 blocks and the root)
@@ -210,7 +213,7 @@ def test_gradients_travel_once_per_step(tmp_path, rung):
 
 
 def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve):
-    """--keep-gathered: the same bits, and of 4 micro-batches one gather for each of 3 blocks and
+    """--no-reshard-after-forward: the same bits, and of 4 micro-batches one gather for each of 3 blocks and
     the root. Without it a block is gathered for each forward and each backward."""
     flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "8", "-b", "1")
     place = "    for step in range(start + 1, total_steps + 1):\n"
@@ -218,7 +221,7 @@ def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve)
     say = '        say(f"calls {len(calls)}")\n'
     edits = [(place, COUNT_GATHERS + place), (ends, say + ends)]
     calls, losses = [], []
-    for name in ("--no-keep-gathered", "--keep-gathered"):
+    for name in ("--reshard-after-forward", "--no-reshard-after-forward"):
         path = mutant(tmp_path / name, "03-fsdp", *edits)
         named = ("-e", "a", "--save-dir", tmp_path / name, "--log-freq", 1)
         out = run("03-fsdp", 2, *flags, *named, "--eval-sequences", "2", name, path=path).out

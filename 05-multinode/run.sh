@@ -1,130 +1,120 @@
 #!/usr/bin/env bash
-# Starts this rung with torchrun, here or on each of several machines. All flags go to train-llm.py.
+# Starts this rung with torchrun, on one machine or on each of several. Flags go to train-llm.py.
 #
-#   bash run.sh -e notes -d notes.txt                                      # one machine, all its GPUs
-#   MASTER_ADDR=10.0.0.1 NNODES=1:4 NODE_RANK=0 bash run.sh -e notes       # on 10.0.0.1
-#   MASTER_ADDR=10.0.0.1 NNODES=1:4 NODE_RANK=1 bash run.sh -e notes       # on others, at any time
+#   bash run.sh -e notes -d notes.txt                                  # one machine, all its GPUs
+#   MASTER_ADDR=10.0.0.1 NNODES=1:4 NODE_RANK=0 bash run.sh -e notes   # on 10.0.0.1
+#   MASTER_ADDR=10.0.0.1 NNODES=1:4 NODE_RANK=1 bash run.sh -e notes   # on the others, at any time
 #
-# Nodes meet at a store. Node 0 keeps it, and when node 0 dies the job has to be started again.
-# Kept on a machine outside of the job, MASTER_ADDR for all nodes, it outlives each of them:
+# A node is a machine of the job. On each node run.sh becomes the agent, which is torchrun, and the
+# agent starts the workers, the processes that train. The nodes meet in a rendezvous: the agents
+# agree on which nodes take part. They do so through the rendezvous store, a key-value server.
 #
-#   bash run.sh keeper
+#          +----------------------------------------------------------+
+#          |       rendezvous store, at MASTER_ADDR:MASTER_PORT       |
+#          +----------------------------------------------------------+
+#              ^             ^                    ^             ^
+#            1 |           2 |                  1 |           2 |
+#   node 0     |             |         node 1     |             |
+#   +----------|-------------|---+     +----------|-------------|---+
+#   |          v             |   |     |          v             |   |
+#   |        agent <---3-- watch |     |        agent <---3-- watch |
+#   |          ^                 |     |          ^                 |
+#   |        4 |                 |     |        4 |                 |
+#   |          v                 |     |          v                 |
+#   |       workers <------------|--5--|----> workers               |
+#   +----------------------------+     +----------------------------+
 #
-# NPROC_PER_NODE  processes on this node; default: its GPUs, or 1
-# NNODES          how many nodes, or from:to; default: 1
-# NODE_RANK       0 keeps the store if nobody else does; default: 0
-# MASTER_ADDR     the address of the store's machine as others reach it
-# MASTER_PORT     its port; default: 29500
-# RDZV_ID         the name of the job, the same on all nodes; a keeper needs a new one for each start
-#                 after all nodes have ended (else RendezvousClosedError)
-# LOCAL_ADDR      the address of this node as others reach it; default: the one that reaches the store
-# LAST_CALL       seconds in which more nodes are awaited once enough are there; default: 30
-# STORE_TIMEOUT   seconds after which a node leaves that cannot reach the store; default: 60
+#   1  which nodes take part and are alive, the ranks of their workers, the address of worker 0
+#   2  a connection every 5 seconds, which tests whether the store still answers
+#   3  SIGTERM, once the store has not answered for STORE_TIMEOUT seconds
+#   4  down: start with rank and world size, SIGTERM when nodes join or leave; up: the exit code
+#   5  weights, gradients, target counts and stop flags, by NCCL or gloo
+#
+# Node 0 serves the store if no other machine does. The job then ends when node 0 is lost, and has
+# to be started again. A store on a machine outside of the job outlives any node. Its address is the
+# MASTER_ADDR of all nodes:
+#
+#   bash run.sh store
+#
+# NPROC_PER_NODE  workers on this node; default: its number of GPUs, or 1
+# NNODES          number of nodes, or from:to; default: 1
+# NODE_RANK       0 on the node that serves the store if no other machine does; default: 0
+# MASTER_ADDR     the address of the store's machine as the nodes reach it
+# MASTER_PORT     the port of the store; default: 29500
+# RDZV_ID         the name of the job, the same on all nodes. A store outside of the job needs a new
+#                 name after all nodes have ended (else RendezvousClosedError); default: train-llm
+# LOCAL_ADDR      the address of this node as others reach it; default: that of its way to the store
+# LAST_CALL       seconds to wait for more nodes once there are enough; default: 30
+# STORE_TIMEOUT   seconds after which a node that cannot reach the store leaves; default: 60
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT  seconds after SIGTERM to end a step and save; default: 240
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-: "${NNODES:=1}" "${NODE_RANK:=0}" "${MASTER_PORT:=29500}" "${RDZV_ID:=train-llm}" "${LAST_CALL:=30}"
-: "${STORE_TIMEOUT:=60}"
 
-if [ "${1:-}" = keeper ]; then  # with a process id behind it: until ten seconds after that one's end
-  exec python -c '
-import signal, sys, time
-import psutil
-from torch.distributed import TCPStore
-if len(sys.argv) > 2:  # who stops the job stops this too early: agents still need it
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-store = TCPStore("localhost", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-while len(sys.argv) < 3 or psutil.pid_exists(int(sys.argv[2])):
-    time.sleep(1)
-store.set("leaving", "")
-time.sleep(10)' "$MASTER_PORT" "${@:2}"
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+rendezvous=(python "$here/rendezvous.py")
+
+NNODES=${NNODES:-1}
+NODE_RANK=${NODE_RANK:-0}
+MASTER_PORT=${MASTER_PORT:-29500}
+RDZV_ID=${RDZV_ID:-train-llm}
+LAST_CALL=${LAST_CALL:-30}
+STORE_TIMEOUT=${STORE_TIMEOUT:-60}
+
+# `keeper` is an earlier name of `store`. A process id may follow: see `rendezvous.py serve --help`.
+if [[ ${1:-} == store || ${1:-} == keeper ]]; then
+  exec "${rendezvous[@]}" serve --port "$MASTER_PORT" "${@:2}"
 fi
 
-: "${NPROC_PER_NODE:=$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+if [ -z "${NPROC_PER_NODE:-}" ]; then
+  NPROC_PER_NODE=$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')
+fi
+
 if [ "$NNODES" = 1 ]; then
-  meet=(--standalone)
+  rendezvous_flags=(--standalone)
 else
   : "${MASTER_ADDR:?run.sh: error: more than one node needs MASTER_ADDR}"
-  # The address of this node and its network interface, once the store answers.
-  find='
-import socket, sys, time
-import psutil
-host, port, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-end = time.monotonic() + seconds
-while True:
-    try:
-        with socket.create_connection((host, port), timeout=5) as connection:
-            address = connection.getsockname()[0]
-        # Many machines know themselves by their name as 127.0.1.1, where others do not find them.
-        if address.startswith("127.") and host not in ("localhost", "127.0.0.1"):
-            with socket.socket(type=socket.SOCK_DGRAM) as connection:
-                connection.connect(("192.0.2.1", 9))  # sends nothing, but asks for the way out
-                address = connection.getsockname()[0]
-        break
-    except OSError as error:
-        if time.monotonic() > end:
-            sys.exit(f"run.sh: error: MASTER_ADDR, MASTER_PORT {host}:{port}: no store there: {error}")
-        time.sleep(1)
-names = [n for n, all in psutil.net_if_addrs().items() if address in [a.address for a in all]]
-print(address, *names[:1])'
-  # The store of the start before may still be there for the last of its nodes.
-  old='
-import contextlib, sys, time
-from datetime import timedelta
-from torch.distributed import TCPStore
-with contextlib.suppress(Exception):
-    while TCPStore(sys.argv[1], int(sys.argv[2]), timeout=timedelta(seconds=5)).check(["leaving"]):
-        time.sleep(1)'
-  answers() { python -c "$find" "$MASTER_ADDR" "$MASTER_PORT" 0 > /dev/null 2>&1; }
-  if [ "$NODE_RANK" = 0 ] && answers; then
-    python -c "$old" "$MASTER_ADDR" "$MASTER_PORT" 2> /dev/null
+  store=(--host "$MASTER_ADDR" --port "$MASTER_PORT")
+  store_answers() { "${rendezvous[@]}" find-address "${store[@]}" --timeout 0 > /dev/null 2>&1; }
+
+  # The store of an earlier start may still be there, for the last of its nodes. When it ends,
+  # TCPStore prints a stack trace that tells the user nothing.
+  if [ "$NODE_RANK" = 0 ] && store_answers; then
+    "${rendezvous[@]}" await-old-store "${store[@]}" 2> /dev/null
   fi
-  if [ "$NODE_RANK" = 0 ] && ! answers; then
-    # exec keeps the process id, so the store ends with torchrun.
-    bash "$here/run.sh" keeper $$ > /dev/null &
+
+  # `exec` below keeps the process id $$ for torchrun, so the store ends after torchrun.
+  if [ "$NODE_RANK" = 0 ] && ! store_answers; then
+    "${rendezvous[@]}" serve --port "$MASTER_PORT" $$ > /dev/null &
   fi
-  found=$(python -c "$find" "$MASTER_ADDR" "$MASTER_PORT" 600)
+
+  found=$("${rendezvous[@]}" find-address "${store[@]}" --timeout 600)
   read -r address interface <<< "$found"
-  # Where a cable is cut torchrun waits for the store for as long as TCP does: a quarter of an hour.
-  watch='
-import os, socket, sys, time
-import psutil
-host, port, patience, agent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-answered = time.monotonic()
-while psutil.pid_exists(agent) and psutil.Process(agent).status() != psutil.STATUS_ZOMBIE:
-    try:
-        socket.create_connection((host, port), timeout=5).close()
-        answered = time.monotonic()
-    except OSError as error:
-        if time.monotonic() > answered + patience:
-            break
-    time.sleep(5)
-else:
-    sys.exit()
-print(f"run.sh: error: no answer from the store at {host}:{port} for {patience} s, this node leaves",
-      file=sys.stderr)
-family = [psutil.Process(agent), *psutil.Process(agent).children(recursive=True)]
-family = [process for process in family if process.pid != os.getpid()]
-family[0].terminate()
-for process in psutil.wait_procs(family, timeout=30)[1]:
-    process.kill()'
-  python -c "$watch" "$MASTER_ADDR" "$MASTER_PORT" "$STORE_TIMEOUT" $$ &
-  # torchrun takes the host's name for its address, which on many machines means 127.0.1.1 or nothing.
-  : "${LOCAL_ADDR:=$address}"
-  # gloo does the same.
+
+  "${rendezvous[@]}" watch "${store[@]}" --timeout "$STORE_TIMEOUT" --agent $$ &
+
+  # torchrun and gloo use the address of this host's name, which is often 127.0.1.1 or unknown.
+  LOCAL_ADDR=${LOCAL_ADDR:-$address}
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
-  meet=(--local-addr="$LOCAL_ADDR" --rdzv-backend=c10d --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT")
-  # Else the first agent makes itself the store's host, and the store dies with it.
-  meet+=(--rdzv-id="$RDZV_ID" --rdzv-conf="is_host=false,last_call_timeout=$LAST_CALL")
+
+  rendezvous_flags=(
+    --rdzv-backend=c10d
+    --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT"
+    --rdzv-id="$RDZV_ID"
+    --local-addr="$LOCAL_ADDR"
+    # is_host=false: else the first agent serves a store itself, which ends with that agent.
+    --rdzv-conf="is_host=false,last_call_timeout=$LAST_CALL"
+  )
 fi
 
-# With the agents' store shared, workers read the addresses of the round before: a node that joins
-# hangs, and so do half of the restarts (pytorch#135712).
+# If workers share the agents' store, they read addresses of the round before: a node that joins
+# hangs, and about half of the restarts fail (pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# 30 s are the default, and before torch 2.13 the only choice.
+
+# The default is 30 s. Before torch 2.13 it could not be changed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}
-# A restart is counted each time that a node of the job dies or leaves.
-exec torchrun "${meet[@]}" --nnodes="$NNODES" --nproc-per-node="$NPROC_PER_NODE" \
-  --max-restarts=100 "$here/train-llm.py" "$@"
+
+# Each time that a node dies or leaves counts as a restart.
+exec torchrun "${rendezvous_flags[@]}" \
+  --nnodes="$NNODES" \
+  --nproc-per-node="$NPROC_PER_NODE" \
+  --max-restarts=100 \
+  "$here/train-llm.py" "$@"

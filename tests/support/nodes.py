@@ -76,9 +76,9 @@ def paused(nodes):
 
 
 @contextmanager
-def keeper(variables):
+def rendezvous_store(variables):
     """The store in a process of its own, as on a machine outside of the job."""
-    command = ["bash", str(RUN), "keeper"]
+    command = ["bash", str(RUN), "store"]
     process = subprocess.Popen(command, env=environment(**variables), stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline().strip() == variables["MASTER_PORT"].encode()
@@ -106,7 +106,7 @@ def job(folder, processes=1, keep=True, **more):
         nodes.append(Node(folder / f"{name}.log", own, flags))
         return nodes[-1]
 
-    with keeper(variables) if keep else nullcontext():
+    with rendezvous_store(variables) if keep else nullcontext():
         try:
             yield start
         except BaseException:

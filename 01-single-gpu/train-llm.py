@@ -62,6 +62,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e1
 def main(args):
     run_dir = open_run_dir(args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES[args.dtype]
 
     # Data: sequences of one length, cut from the documents.
     config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
@@ -116,7 +117,6 @@ def main(args):
 
     # Mixed precision: under autocast, matrix products run in `dtype`, and what needs more digits,
     # such as the loss, in fp32.
-    dtype = DTYPES[args.dtype]
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     model.to(device)
 

@@ -69,6 +69,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e1
 def main(args):
     run_dir = open_run_dir(args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES[args.dtype]
 
     # torchrun starts the processes. In the process group each of them has a rank, its number from
     # 0 to world_size - 1, and together they compute with tensors of all ranks (collectives). NCCL
@@ -140,7 +141,6 @@ def main(args):
 
     # Mixed precision: under autocast, matrix products run in `dtype`, and what needs more digits,
     # such as the loss, in fp32.
-    dtype = DTYPES[args.dtype]
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     model.to(device)
     # DDP gives all ranks the weights of rank 0. In the backward it averages their gradients.
@@ -212,7 +212,8 @@ def main(args):
 
             # The loss is the mean over all targets of the global batch. The mean of the means of
             # micro-batches would be another one, as soon as they have unequal numbers of targets.
-            # DDP divides the sum of the ranks' gradients by world_size, which is undone here.
+            # The average over the ranks divides the sum of their gradients by world_size. The number
+            # of targets is already that of all ranks, so the division is undone here.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 

@@ -36,6 +36,7 @@
 #
 #   bash run.sh store
 #
+# SCRIPT          the script to start, such as ../06-streaming/train-llm.py; default: this rung's
 # NPROC_PER_NODE  workers on this node; default: its number of GPUs, or 1
 # NNODES          number of nodes, or from:to; default: 1
 # NODE_RANK       0 on the node that serves the store if no other machine does; default: 0
@@ -52,6 +53,7 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 rendezvous=(python "$here/rendezvous.py")
 
+SCRIPT=${SCRIPT:-$here/train-llm.py}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_PORT=${MASTER_PORT:-29500}
@@ -117,4 +119,4 @@ exec torchrun "${rendezvous_flags[@]}" \
   --nnodes="$NNODES" \
   --nproc-per-node="$NPROC_PER_NODE" \
   --max-restarts=100 \
-  "$here/train-llm.py" "$@"
+  "$SCRIPT" "$@"

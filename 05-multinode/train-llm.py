@@ -86,6 +86,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e1
 def main(args):
     run_dir = open_run_dir(args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES[args.dtype]
 
     # torchrun starts the processes. In the process group each of them has a rank, its number from
     # 0 to world_size - 1, and together they compute with tensors of all ranks (collectives). NCCL
@@ -167,7 +168,6 @@ def main(args):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
-    dtype = DTYPES[args.dtype]
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
@@ -289,7 +289,8 @@ def main(args):
 
             # The loss is the mean over all targets of the global batch. The mean of the means of
             # micro-batches would be another one, as soon as they have unequal numbers of targets.
-            # FSDP and the hook divide the sum of the ranks' gradients by world_size. Undo it here.
+            # The average over the ranks divides the sum of their gradients by world_size. The number
+            # of targets is already that of all ranks, so the division is undone here.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 
@@ -352,8 +353,9 @@ def main(args):
             }
             checkpointer.save(step, values)
             log.lap("outside")
-        if times := checkpointer.poll():
-            log.after_checkpoint(times)
+        saved = checkpointer.poll()
+        if saved:
+            log.after_checkpoint(saved)
         if stopping:
             checkpointer.wait()
             log.close()

@@ -88,6 +88,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e1
 def main(args):
     run_dir = open_run_dir(args)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES[args.dtype]
 
     # torchrun starts the processes. In the process group each of them has a rank, its number from
     # 0 to world_size - 1, and together they compute with tensors of all ranks (collectives). NCCL
@@ -163,7 +164,6 @@ def main(args):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
-    dtype = DTYPES[args.dtype]
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
@@ -279,7 +279,8 @@ def main(args):
 
             # The loss is the mean over all targets of the global batch. The mean of the means of
             # micro-batches would be another one, as soon as they have unequal numbers of targets.
-            # FSDP and the hook divide the sum of the ranks' gradients by world_size. Undo it here.
+            # The average over the ranks divides the sum of their gradients by world_size. The number
+            # of targets is already that of all ranks, so the division is undone here.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 
@@ -343,8 +344,9 @@ def main(args):
             }
             checkpointer.save(step, values)
             log.lap("outside")
-        if times := checkpointer.poll():
-            log.after_checkpoint(times)
+        saved = checkpointer.poll()
+        if saved:
+            log.after_checkpoint(saved)
         if stopping:
             checkpointer.wait()
             log.close()
@@ -573,11 +575,14 @@ def load_splits(name, subset):
     return datasets.load_dataset(**source, streaming=True)
 
 
-def text_column(row):
+def text_column(documents):
     """The name of the column to train on: `text`, or else the first that holds strings."""
-    columns = [name for name, value in row.items() if isinstance(value, str)]
+    columns = []
+    for name, feature in documents.features.items():
+        if getattr(feature, "dtype", "").endswith("string"):
+            columns.append(name)
     if not columns:
-        raise ValueError(f"no column holds text, there are {list(row)}")
+        raise ValueError(f"no column holds text, there are {documents.column_names}")
     return "text" if "text" in columns else columns[0]
 
 
@@ -595,7 +600,8 @@ class Streams:
         self.count = count
         self.batch_size = batch_size
         self.num_held_out = num_held_out
-        self.column = text_column(next(iter(documents), {}))
+        first_row = next(iter(documents), {})
+        self.column = text_column(datasets.Dataset.from_list([first_row]))
         # Each stream has files of its own. If there are too few of them, one reader reads all
         # documents and deals them to the streams.
         self.num_readers = count if documents.num_shards >= count else 1

@@ -174,7 +174,12 @@ def rungs():
 
 @pytest.mark.parametrize(
     ("rung", "flags", "said"),
-    [(rung, *case) for rung in RUNGS for case in FLAGS]
+    [
+        (rung, *case)
+        for rung in RUNGS
+        for case in FLAGS
+        if not (rung == "06-streaming" and "--num-epochs" in case[0])  # it has no such flag
+    ]
     + [("04-compression", *case) for case in COMPRESSION]
     + [(rung, *case) for rung in RUNGS for case in WITHOUT_A_GPU],
 )
@@ -214,7 +219,9 @@ def test_one_line_and_no_traceback(flags, said, inputs):
 @pytest.mark.parametrize(
     ("rung", "flags", "said"),
     [
-        pytest.param("02-ddp", "--lr 0", "argument --lr: 0: must be above 0", marks=pytest.mark.slow),
+        pytest.param(
+            "02-ddp", "--lr 0", "argument --lr: 0: must be above 0", marks=pytest.mark.slow
+        ),
         (
             "03-fsdp",
             "-d numbers.jsonl",

@@ -84,9 +84,9 @@ def test_a_value_comes_back_within_half_a_level(rung, wire, blocks, scale, seed)
     """And as many bytes travel as the formula says: a scale of 4 bytes behind 256 integers."""
     draw = torch.Generator().manual_seed(seed)
     values = scale * torch.randn(256 * blocks, generator=draw) ** 3
-    rows = rung.to_bytes(values, wire)
+    rows = rung.encode(values, wire)
     assert rows.nbytes == blocks * {"fp32": 1024, "bf16": 512, "int8": 260, "int4": 132}[wire]
-    error = (rung.from_bytes(rows, wire) - values).abs().view(blocks, 256)
+    error = (rung.decode(rows, wire) - values).abs().view(blocks, 256)
     largest = values.abs().view(blocks, 256).amax(1, keepdim=True)
     if wire == "fp32":
         assert not error.any()
@@ -147,7 +147,7 @@ def test_what_is_counted_is_what_is_sent(averages, replicas):
     for case in averages(replicas):
         assert case["sent"] == pytest.approx(bytes_sent(case, replicas)), case
         assert case["dense"] == pytest.approx(2 * (replicas - 1) / replicas * 4 * case["n"])
-        computing = [lap for lap in case["laps"] if lap != "travel"]
+        computing = [lap for lap in case["laps"] if lap != "communicate"]
         assert computing[0] == "backward" and set(computing[1:]) <= {"encode"}
 
 
@@ -164,8 +164,8 @@ def checked(folder):
         for tensor in [t for p in model.parameters() for t in (p, p.grad)]:
             bits = tensor.to_local().view(torch.int32)
             least, most = bits.clone(), bits.clone()
-            dist.all_reduce(least, dist.ReduceOp.MIN, group=replicas)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=replicas)
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=replicate_group)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=replicate_group)
             assert torch.equal(least, most), f"replicas differ at step {step}"
 """
     done = ("    log.close()\n", '    log.close()\n    say(f"equal after step {step}")\n')
@@ -197,7 +197,7 @@ def test_replicas_that_differ_are_noticed(tmp_path):
     """The check above bites: a replica that keeps its own gradient fails it."""
     path = checked(tmp_path)
     text = path.read_text()
-    line = "        gradient.copy_(exchange(gradient, group, mode, lap, traffic))\n"
+    line = "        gradient.copy_(mean)\n"
     assert text.count(line) == 1
     path.write_text(text.replace(line, ""))
     result = run(RUNG, 2, *THIRTY, "--shard-size", 1, path=path, check=False)
@@ -206,8 +206,8 @@ def test_replicas_that_differ_are_noticed(tmp_path):
 
 
 NATIVE = (
-    ('mesh, replicas = grid["shard"], ', "mesh, replicas = grid, "),
-    ("module.set_all_reduce_hook(hook)", "pass"),
+    ('shard_mesh, replicate_group = mesh["shard"], ', "shard_mesh, replicate_group = mesh, "),
+    ("module.set_all_reduce_hook(compressor)", "pass"),
 )
 
 
@@ -242,7 +242,7 @@ def test_a_compressed_run_resumes_to_the_last_bit(tmp_path, curve):
 
 
 def test_what_a_run_says_of_its_traffic(tmp_path):
-    """Logged bytes are those of the formula, and the break-even follows from them."""
+    """Logged bytes are those of the formula."""
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     flags = ("--max-steps", "4", *SMALL, "--shard-size", 1)
     out = run(RUNG, 2, *flags, "--compression", "int8", *named).out
@@ -251,27 +251,26 @@ def test_what_a_run_says_of_its_traffic(tmp_path):
     sent = lines[4]["comm/bytes_per_step"]
     assert dense / 3.95 < sent < dense / 3.9
     assert lines[4]["comm/compression_ratio"] == pytest.approx(dense / sent)
-    speed = (dense - sent) / lines[4]["comm/encode_ms"] * 0.008
-    assert f"int8 beats none on links of less than {speed:,.0f} Mbit/s per rank" in out
+    assert lines[4]["comm/encode_ms"] > 0
     assert "2 replica(s) of 1 shard(s), compression int8\n" in out
 
 
-def test_flags_reach_the_hook_and_places_change(tmp_path):
+def test_flags_reach_the_hook_and_indices_change(tmp_path):
     """A quarter of each 64 values as int4: bytes from the sizes of the modules, by hand."""
-    edits = [("def average(", "seen = []\n\n\ndef average(")]
-    before = '    lap("backward")\n    if'
-    edits += [(before, f"    seen.append(sorted(places.tolist()))\n{before}")]
+    edits = [("class GradientCompressor:", "seen = []\n\n\nclass GradientCompressor:")]
+    before = '        self.lap("backward")\n'
+    edits += [(before, f"        seen.append(sorted(self.indices.tolist()))\n{before}")]
     write = f'    Path(f"{tmp_path}/seen-{{dist.get_rank()}}").write_text(str(seen))\n'
     edits += [("    log.close()\n", "    log.close()\n" + write)]
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     flags = ("--max-steps", "40", *SMALL, "--shard-size", 1, "--compression", "randk")
-    flags = (*flags, "--keep", "0.25", "--chunk", "64", "--wire-dtype", "int4")
+    flags = (*flags, "--keep-ratio", "0.25", "--chunk", "64", "--wire-dtype", "int4")
     run(RUNG, 2, *flags, *named, path=mutant(tmp_path, RUNG, *edits))
     seen = [json.loads((tmp_path / f"seen-{rank}").read_text()) for rank in (0, 1)]
     modules = 4  # three blocks and the root, which holds the two tables
     assert seen[0] == seen[1] and len(seen[0]) == 40 * modules
-    assert all(len(set(places)) == 16 for places in seen[0])
-    assert {place for places in seen[0] for place in places} == set(range(64))
+    assert all(len(set(indices)) == 16 for indices in seen[0])
+    assert {index for indices in seen[0] for index in indices} == set(range(64))
     sent = 0
     for values in (3 * [188_672]) + [98_432]:
         rows = -(-(values // 64 * 16) // 512) * 2
@@ -283,10 +282,8 @@ def test_flags_reach_the_hook_and_places_change(tmp_path):
 def test_one_replica_has_nothing_to_compress(tmp_path):
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     out = run(RUNG, 2, "--max-steps", "2", *SMALL, *named).out
-    assert (
-        "1 replica(s) of 2 shard(s), compression none: nothing to compress, --shard-size 1 makes"
-        in out
-    )
+    assert "1 replica(s) of 2 shard(s), compression none\n" in out
+    assert "nothing to compress: --shard-size 1 makes each process a replica\n" in out
     assert metrics(tmp_path / "a")[2]["comm/bytes_per_step"] == 0
     assert metrics(tmp_path / "a")[2]["comm/compression_ratio"] == 1
 

@@ -184,11 +184,11 @@ def test_an_error_that_comes_again_ends_the_job(tmp_path):
     good = '{"text": "A document."}'
     for name, line in (("1", good), ("2", good), ("3", "{broken")):
         (tmp_path / "data" / f"{name}.jsonl").write_text(f"{line}\n" * 300)
-    flags = ("-d", tmp_path / "data", "--streaming", "--data-held-out", "9", "--max-steps", "99")
+    flags = ("-d", tmp_path / "data", "--data-held-out", "9", "--max-steps", "99")
     (tmp_path / "a").mkdir()
     numbers = {"step": 0, "world": 1, "restarts": 8, "lost": 0, "furthest": 50, "starts": 8}
     (tmp_path / "a" / "progress").write_text("".join(f"{n:12}" for n in numbers.values()))
-    with job(tmp_path, NNODES="1") as start:
+    with job(tmp_path, NNODES="1", SCRIPT=str(script("06-streaming"))) as start:
         node = start("A", *named(tmp_path), *flags)
         assert node.wait() != 0
     assert "JSON parse error" in node.said()

@@ -102,7 +102,8 @@ def test_help_has_a_line_for_each_flag(rung):
         assert flag in result.out
     assert ("--cpu-offload" in result.out) == builds_on(rung, "03-fsdp")
     assert ("--compression" in result.out) == builds_on(rung, "04-compression")
-    assert ("--streaming" in result.out) == builds_on(rung, "05-multinode")
+    assert ("--timeout" in result.out) == builds_on(rung, "05-multinode")
+    assert ("--data-streams" in result.out) == builds_on(rung, "06-streaming")
 
 
 def test_a_command_of_the_older_course_is_accepted(tmp_path):

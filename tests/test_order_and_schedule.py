@@ -24,7 +24,7 @@ DATA = datasets.Dataset.from_dict({"input_ids": ROWS.tolist()}).with_format("tor
 
 
 class Ranks:
-    """Stands for torch.distributed in `make_micro_batches`, which asks it for nothing but two numbers."""
+    """Stands for torch.distributed in `make_micro_batches`, which asks it for two numbers."""
 
     def __init__(self, rank, world_size):
         self.get_rank = lambda: rank

@@ -213,8 +213,8 @@ def test_gradients_travel_once_per_step(tmp_path, rung):
 
 
 def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve):
-    """--no-reshard-after-forward: the same bits, and of 4 micro-batches one gather for each of 3 blocks and
-    the root. Without it a block is gathered for each forward and each backward."""
+    """--no-reshard-after-forward: the same bits, and of 4 micro-batches one gather for each of 3
+    blocks and the root. Without it a block is gathered for each forward and each backward."""
     flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "8", "-b", "1")
     place = "    for step in range(start + 1, total_steps + 1):\n"
     ends = "        metrics = {}\n"

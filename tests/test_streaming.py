@@ -22,7 +22,7 @@ from conftest import (
 )
 
 # A schedule that does not depend on the total, so that --max-steps says where a run stops.
-STREAMING = (*SMALL, "--streaming", "--log-freq", "1", "--lr-scheduler", "constant_with_warmup")
+STREAMING = (*SMALL, "--log-freq", "1", "--lr-scheduler", "constant_with_warmup")
 STREAMING += ("--warmup-steps", "3", "--compression", "none", "--shard-size", "1")
 STREAMING += ("--data-held-out", "6")
 
@@ -149,14 +149,14 @@ def test_unlike_documents_do_not_pile_up(tmp_path):
     code = f"""
 import datasets, torch.distributed as dist
 from conftest import load
-rung = load("05-multinode")
+rung = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{tmp_path}/data.jsonl", streaming=True)["train"]
-streams = rung.Streams(data, rung.load_config("tiny", False)[1], 256, 8, 8, 1, 8)
+streams = rung.Streams(data, rung.load_config("tiny", False)[1], 256, 8, 8, 8)
 streams.open(0, 0, None)
 for step in range(200):
     streams.draw()
-    print(max(map(len, streams.queues.values())))
+    print(max(len(queue) for queue in streams.readers[0].queues.values()))
 """
     longest = [int(line) for line in python(code).split()[-200:]]
     assert max(longest) <= 16
@@ -180,7 +180,7 @@ def test_an_epoch_has_each_sequence_once(drawn, tokens_of):
 
 def stream(processes, folder, *flags, check=True):
     flags = ("-e", "a", "--save-dir", folder, *STREAMING, *flags)
-    return run("05-multinode", processes, *flags, check=check)
+    return run("06-streaming", processes, *flags, check=check)
 
 
 @pytest.mark.slow
@@ -199,12 +199,17 @@ def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
     assert_same_curve(one, many, range(1, 25))
     assert one[24]["eval/loss"] == pytest.approx(many[24]["eval/loss"], rel=1e-5)
     assert one[24]["epoch"] == many[24]["epoch"] > 0
-    # The other rungs read otherwise, and so does this one without the flag.
+    # The other rungs read other sequences. They refuse its checkpoint, and it refuses theirs.
     same = ("-e", "a", "--save-dir", tmp_path / "many", *SMALL, *data, "--max-steps", "30")
-    for rung, flag in (("01-single-gpu", ()), ("05-multinode", ("--no-streaming",))):
-        refused = run(rung, 1, *same, *flag, check=False)
+    for rung in ("01-single-gpu", "05-multinode"):
+        refused = run(rung, 1, *same, check=False)
         assert refused.returncode != 0
-        assert f"the run in {tmp_path}/many/a has True" in refused.errors[0]
+        said = f"--data-streams None: the run in {tmp_path}/many/a has 8"
+        assert refused.errors == [f"train-llm.py: error: {said}"]
+    other = ("-e", "a", "--save-dir", tmp_path / "other", *SMALL, *data, "--max-steps", "2")
+    run("01-single-gpu", 1, *other)
+    refused = run("06-streaming", 1, *other, check=False)
+    assert f"--data-streams 8: the run in {tmp_path}/other/a has None" in refused.errors[0]
     # Others held out would be others trained on.
     refused = stream(1, tmp_path / "many", *data, "--data-held-out", 5, check=False)
     assert f"--data-held-out 5: the run in {tmp_path}/many/a has 6" in refused.errors[0]
@@ -239,17 +244,21 @@ def test_kinds_of_files(kind, tmp_path):
 
 
 BAD = {
-    "--max-steps": ((), "--streaming: needs --max-steps"),
+    "--max-steps": ((), "--max-steps: is needed, because nobody knows how long a stream is"),
+    "--num-epochs": (("--num-epochs", "3"), "--num-epochs: nobody knows how long a stream is, use"),
     "--data-streams": (
         ("--max-steps", "3", "--data-streams", "12"),
-        "--data-streams 12: no multip",
+        "--data-streams 12: no multiple of 8",
     ),
     "no text": (
-        ("--max-steps", "3", "-d", "dummy"),
-        "no column holds text, there are ['input_ids']",
+        ("--max-steps", "3", "-d", "numbers.jsonl"),
+        "no column holds text, there are ['number']",
     ),
-    "too little": (("--max-steps", "3", "-d", "few.txt"), "0 sequences of 64 tokens and 0 held"),
-    "one document": (("--max-steps", "3", "-d", "one.txt"), "do not fill one sequence beside"),
+    "too little": (
+        ("--max-steps", "3", "-d", "few.txt"),
+        "--data-held-out 6: the first documents of ",
+    ),
+    "one document": (("--max-steps", "3", "-d", "one.txt"), "fill no sequence beside those held"),
 }
 
 
@@ -258,7 +267,11 @@ def test_bad_input(case, tmp_path):
     flags, line = BAD[case]
     (tmp_path / "few.txt").write_text("few")
     (tmp_path / "one.txt").write_text("many " * 1000)
-    flags = [tmp_path / flag if flag.endswith(".txt") else flag for flag in flags]
+    (tmp_path / "numbers.jsonl").write_text('{"number": 3}\n' * 50)
+    files = (".txt", ".jsonl")
+    flags = [tmp_path / flag if flag.endswith(files) else flag for flag in flags]
+    if "-d" not in flags:
+        flags += ["-d", tmp_path / "few.txt"]
     result = stream(1, tmp_path, *flags, check=False)
     assert result.returncode != 0
     assert len(result.errors) == 1
@@ -280,15 +293,15 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
         code = f"""
 import re, datasets, torch.distributed as dist
 from conftest import load
-rung = load("05-multinode")
+rung = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/{name}", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{path}", streaming=True)["train"]
-streams = rung.Streams(data, rung.load_config("tiny", False)[1], 256, 8, 8, 1, 8)
-streams.join = lambda documents, rest: rest.extend(range(256))
+streams = rung.Streams(data, rung.load_config("tiny", False)[1], 256, 8, 8, 8)
+rung.tokenize = lambda texts, tokenizer: [[*range(256)] for text in texts]
 streams.open(0, 0, None)
 for _ in range(({count} - 8) // 8):
     streams.draw()
-print(streams.epoch, max(place[0] for place in streams.places.values()))
+print(streams.epoch, max(position[0] for position in streams.positions.values()))
 # Not ru_maxrss: it starts from the peak of the process that started this one.
 print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 """
@@ -297,3 +310,19 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
         peaks.append(peak / 1024)
     little, much = peaks
     assert much < little + 40, "MB"
+
+
+def test_it_runs_without_an_argument_and_learns(tmp_path):
+    """Law 5, on the default data, of which it holds out four documents."""
+    result = run("06-streaming", 2, "--max-steps", 30, cwd=tmp_path)
+    losses = [float(line.split()[3]) for line in result.out.splitlines() if line[:5] == "step "]
+    assert losses[0] > 5.5 > 4 > losses[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--streaming", "--data-streams=8", "--data-held-out=9"])
+def test_rung_05_names_rung_06(flag, tmp_path):
+    """It had these flags before."""
+    refused = run("05-multinode", 1, flag, check=False)
+    assert len(refused.errors) == 1
+    assert "rung 06-streaming" in refused.errors[0]

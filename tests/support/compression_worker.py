@@ -3,7 +3,6 @@
 Rank 0 prints a JSON list: for each case what all ranks got out of it."""
 
 import json
-from collections import Counter
 from datetime import timedelta
 
 import torch
@@ -24,23 +23,24 @@ def gathered(value):
     return values
 
 
-def result(average, gradient, mode, wire, keep):
+def result(module, gradient, mode, wire, keep):
     """Averages a copy of `gradient`; the facts, the same on all ranks."""
-    mean, laps, traffic = gradient.clone(), [], Counter()
-    places = torch.randperm(256, generator=torch.Generator().manual_seed(len(gradient)))
-    places = places[: max(1, round(256 * keep))]
-    average(mean, dist.group.WORLD, mode, wire, 256, places, laps.append, traffic)
+    mean, laps = gradient.clone(), []
+    compressor = module.GradientCompressor(dist.group.WORLD, mode, keep, 256, wire, laps.append)
+    compressor.start_step(len(gradient), torch.device("cpu"))
+    compressor(mean)
     exact = torch.stack(gathered(gradient)).double().mean(0)
     bits = gathered(mean.view(torch.int32).tolist())
     error = (mean - exact).norm() / exact.norm().clamp(min=1e-30)
     facts = {"mode": mode, "wire": wire, "keep": keep, "n": len(gradient), "exact": None}
     if (mode, wire, keep) == ("randk", "fp32", 0.5):
         chunks, where = torch.arange(len(gradient)) // 256, torch.arange(len(gradient)) % 256
-        travels = torch.isin((where - (chunks * 2654435761 >> 16)) % 256, places)
+        travels = torch.isin((where - (chunks * 2654435761 >> 16)) % 256, compressor.indices)
         facts["exact"] = torch.allclose(mean, torch.where(travels, exact, 0).float(), atol=1e-6)
     facts |= {"identical": all(other == bits[0] for other in bits), "error": error.item()}
     facts |= {"finite": mean.isfinite().all().item(), "zero": not mean.any().item()}
-    return facts | {"laps": laps, "sent": traffic["sent"], "dense": traffic["dense"]}
+    facts |= {"sent": compressor.bytes_sent, "dense": compressor.bytes_uncompressed}
+    return facts | {"laps": laps}
 
 
 def main():
@@ -52,13 +52,13 @@ def main():
         how = (mode, wire, keep)
         for n in LENGTHS:
             gradient = torch.randn(n, generator=torch.Generator().manual_seed(10 * n + rank))
-            results.append({"input": "random"} | result(module.average, gradient, *how))
-        results.append({"input": "zero"} | result(module.average, torch.zeros(999), *how))
+            results.append({"input": "random"} | result(module, gradient, *how))
+        results.append({"input": "zero"} | result(module, torch.zeros(999), *how))
         for name, value in (("nan", torch.nan), ("inf", torch.inf)):
             gradient = torch.randn(999, generator=torch.Generator().manual_seed(rank))
             if rank == 1:
                 gradient[700] = value
-            results.append({"input": name} | result(module.average, gradient, *how))
+            results.append({"input": name} | result(module, gradient, *how))
     if rank == 0:
         print("RESULTS" + json.dumps(results))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""One process of several that draw batches from the streams of rung 05, as a run would.
+"""One process of several that draw batches from the streams of rung 06, as a run would.
 
 Reads scenarios from a JSON file: what Streams takes, and a plan of (world size, batches to draw)
 whose parts follow one another as runs do, with the state of the last one as it stands in a
@@ -16,16 +16,16 @@ from conftest import load
 
 def draw(rung, scenario, rank, world_size, count, state):
     """Returns the sequences of each of `count` batches, and the state behind them."""
-    rung.WORLD_SIZE = rung.gathered.__globals__["WORLD_SIZE"] = world_size
+    rung.all_gather_object.__globals__["WORLD_SIZE"] = world_size
     documents = datasets.load_dataset("json", data_files=scenario["files"], streaming=True)["train"]
     _, tokenizer, _ = rung.load_config("tiny", False)
-    sizes = [scenario[name] for name in ("length", "streams", "batch", "steps", "held_out")]
+    sizes = [scenario[name] for name in ("length", "streams", "batch", "held_out")]
     streams = rung.Streams(documents, tokenizer, *sizes)
     streams.open(*state or (0, 0, None))
     drawn = []
     for _ in range(count):
         indices = streams.draw()
-        micro_batches, _ = rung.batches(streams, indices, 2, torch.device("cpu"))
+        micro_batches, _ = rung.make_micro_batches(streams, indices, 2, torch.device("cpu"))
         lengths = torch.tensor([len(micro_batches)])
         dist.all_reduce(lengths, dist.ReduceOp.MAX)
         assert len(micro_batches) == lengths, "collectives would not match"
@@ -35,7 +35,7 @@ def draw(rung, scenario, rank, world_size, count, state):
 
 
 def main(scenarios, out, rank):
-    rung = load("05-multinode")
+    rung = load("06-streaming")
     results = []
     for number, scenario in enumerate(json.loads(Path(scenarios).read_text())):
         state, batches = None, []

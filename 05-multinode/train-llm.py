@@ -289,8 +289,8 @@ def main(args):
 
             # The loss is the mean over all targets of the global batch. The mean of the means of
             # micro-batches would be another one, as soon as they have unequal numbers of targets.
-            # The average over the ranks divides the sum of their gradients by world_size. The number
-            # of targets is already that of all ranks, so the division is undone here.
+            # The average over the ranks divides the sum of their gradients by world_size. But the
+            # number of targets is that of all ranks already, so the division is undone here.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 

@@ -105,7 +105,7 @@ def main(args):
     world_size = dist.get_world_size()
     check_shared_folder(run_dir)
 
-    # Data: streams of documents. The first ones are tokenized here, for evaluation.
+    # Data: sequences of one length, cut from the documents.
     config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
     args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
     train_data, eval_data = load_data(args, tokenizer)
@@ -279,8 +279,8 @@ def main(args):
 
             # The loss is the mean over all targets of the global batch. The mean of the means of
             # micro-batches would be another one, as soon as they have unequal numbers of targets.
-            # The average over the ranks divides the sum of their gradients by world_size. The number
-            # of targets is already that of all ranks, so the division is undone here.
+            # The average over the ranks divides the sum of their gradients by world_size. But the
+            # number of targets is that of all ranks already, so the division is undone here.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 

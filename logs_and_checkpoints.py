@@ -1,7 +1,7 @@
 """Logging and checkpoints: the one module that all rungs share.
 
-Logging contains no collective. The script reduces what it wants to log, and rank 0 writes it.
-The functions for checkpoints are collectives: every rank must call them.
+Logging happens on rank 0 only, and sends nothing between ranks: the script does that before it
+logs. The functions that save and load checkpoints must be called by every rank.
 """
 
 import contextlib
@@ -34,14 +34,9 @@ RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
-# What `memory_gb` measures, in its order.
-MEMORY_METRICS = (
-    "memory/current_allocated_gb",
-    "memory/peak_allocated_gb",
-    "memory/current_reserved_gb",
-    "memory/peak_reserved_gb",
-    "memory/state_gb",
-)
+# The names of the numbers that `memory_gb` returns.
+MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
+MEMORY_METRICS = [f"memory/{name}_gb" for name in MEMORY]
 # What the console shows of the metrics, and how. metrics.jsonl has all of them.
 CONSOLE_FORMATS = {
     "loss": ".4f",
@@ -52,19 +47,10 @@ CONSOLE_FORMATS = {
     "eval/loss": ".4f",
     "eval/perplexity": ".2f",
 }
-# What Comet would collect by itself. The script logs its own metrics and flags.
-COMET_AUTOMATIC = (
-    "log_code",
-    "log_graph",
-    "log_git_metadata",
-    "log_git_patch",
-    "log_env_details",
-    "parse_args",
-    "auto_param_logging",
-    "auto_metric_logging",
-    "auto_output_logging",
-)
-# DCP, the library that writes checkpoints, warns that rung 01 has no process group.
+# Features of Comet that are turned off: the script logs its own metrics and flags.
+COMET_OFF = "log_code log_graph log_git_metadata log_git_patch log_env_details parse_args"
+COMET_OFF += " auto_param_logging auto_metric_logging auto_output_logging"
+# torch.distributed.checkpoint (DCP) warns if there is one process and no process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
@@ -76,13 +62,12 @@ def say(message):
 
 
 def fail(message):
-    """Ends the run because of something that the user can mend: one line, and exit code 2.
+    """Ends the run with one line and exit code 2, for errors that the user can fix.
 
-    The ranks of a node usually meet the same problem. The first of them reports it, and then
-    torchrun stops the others, which wait here. One that is alone with its problem reports it after
-    a minute."""
+    Usually all ranks of a node fail for the same reason. The first one (LOCAL_RANK 0) reports it,
+    and then torchrun stops the others. They wait for that, in case the error is theirs alone."""
     if LOCAL_RANK > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # rung 05 has a handler that goes on
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not let a script's handler delay the end
         time.sleep(60)
 
     line = " ".join(part.strip() for part in message.splitlines() if part.strip())
@@ -93,12 +78,12 @@ def fail(message):
 def memory_gb(model, optimizer, device):
     """Memory of this rank in GB (1e9 bytes): a CPU tensor, (5,) float64, see `MEMORY_METRICS`.
 
-    The last number counts parameters, gradients and optimizer state. Without a GPU the others are
-    the memory of the whole process (its resident set)."""
+    "state" is parameters, gradients and optimizer state. Without a GPU the other numbers are the
+    memory of the whole process (its resident set)."""
     tensors = list(model.parameters())
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
-    for moments in optimizer.state.values():
-        tensors += moments.values()
+    for state_of_parameter in optimizer.state.values():
+        tensors += state_of_parameter.values()
     # Of a DTensor, a tensor that is spread over ranks, this rank holds a part.
     tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     state = sum(t.nbytes for t in tensors)
@@ -108,7 +93,9 @@ def memory_gb(model, optimizer, device):
         reserved = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
     else:
         current = psutil.Process().memory_info().rss
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        unit = (
+            1 if sys.platform == "darwin" else 1024
+        )  # ru_maxrss is in bytes on macOS, else in KiB
         peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         allocated = reserved = current, max(current, peak)
     return torch.tensor([*allocated, *reserved, state], dtype=torch.float64) / 1e9
@@ -117,44 +104,46 @@ def memory_gb(model, optimizer, device):
 class RunLog:
     """Logs a run to the console and, if it has a folder, to metrics.jsonl, TensorBoard and Comet.
 
-    `start` is the step that the run resumes from, `comet_key` the Comet experiment that it
-    continues, if any. `facts` needs "device_name"; for tokens/s and MFU see `step`."""
+    The run continues after `last_step`, in the Comet experiment `comet_key` if there is one.
+    `run_info` needs device_name, peak_flops and flops_per_token."""
 
-    def __init__(self, run_dir, start, total_steps, comet_key, flags, facts):
+    def __init__(self, run_dir, last_step, total_steps, comet_key, flags, run_info):
         self.run_dir = run_dir if RANK == 0 else None
+        self.last_step = last_step
+        self.total_steps = total_steps
         self.flags = flags
-        self.facts = facts
-        self.checkpoint_metrics = {}
-        self.on_gpu = facts["device_name"] != "CPU"
+        self.run_info = run_info
+        self.on_gpu = run_info["device_name"] != "CPU"
         self.laps = []
-        self.comet_key = comet_key or os.urandom(16).hex()
+        self.checkpoint_metrics = {}
         self.comet = None
+        self.comet_key = comet_key or os.urandom(16).hex()
         self.next_archive = 0.0
-        self.bar = tqdm(initial=start, total=total_steps, unit="step", disable=RANK > 0 or None)
+        self.bar = tqdm(initial=last_step, total=total_steps, unit="step", disable=RANK > 0 or None)
 
         if self.run_dir:
             try:
-                self.open_files(start)
+                self.open_files()
             except OSError as error:
                 fail(f"--save-dir {run_dir}: {error}")
             self.open_comet()
         self.lap("outside")
 
-    def open_files(self, start):
-        """Opens the run's files, and removes what was logged after step `start`."""
+    def open_files(self):
+        """Opens the run's files, and removes what was logged after the step it continues from."""
         write_flags(self.run_dir / "flags.txt", self.flags)
 
         path = self.run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         complete = [line for line in lines if line.endswith("}\n")]  # a kill may cut the last one
-        kept = [line for line in complete if json.loads(line)["step"] <= start]
+        kept = [line for line in complete if json.loads(line)["step"] <= self.last_step]
         path.with_suffix(".tmp").write_text("".join(kept))
         path.with_suffix(".tmp").replace(path)
         self.metrics_file = path.open("a", buffering=1)
 
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.board = SummaryWriter(self.run_dir / "tensorboard", purge_step=start + 1)
+        self.board = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.last_step + 1)
 
     def open_comet(self):
         """Starts or continues the Comet experiment. Whatever goes wrong, training goes on."""
@@ -172,7 +161,7 @@ class RunLog:
                 name=self.flags["experiment_name"],
                 offline_directory=str(self.run_dir / "comet"),
                 display_summary_level=0,
-                **dict.fromkeys(COMET_AUTOMATIC, False),
+                **dict.fromkeys(COMET_OFF.split(), False),
             )
             self.comet = comet_ml.start(
                 project_name=self.flags["comet_project_name"],
@@ -181,14 +170,14 @@ class RunLog:
                 online=not self.comet_offline,
                 experiment_config=config,
             )
-            self.comet.log_parameters(self.flags | self.facts)
+            self.comet.log_parameters(self.flags | self.run_info)
         except Exception as error:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 
     def lap(self, phase):
         """Ends a phase of the step: the time since the last lap belongs to it.
 
-        GPUs work asynchronously, so there a lap is an event in the stream of the GPU."""
+        A GPU works asynchronously, so there time is measured with CUDA events."""
         if self.on_gpu:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
@@ -196,7 +185,7 @@ class RunLog:
             now = time.perf_counter()
         self.laps.append((phase, now))
 
-    def times(self):
+    def pop_times(self):
         """Milliseconds per step in each phase since the last call, as metrics.
 
         The phase "outside" (evaluation, checkpoints) is not part of a step."""
@@ -207,7 +196,7 @@ class RunLog:
         for (_, before), (phase, now) in itertools.pairwise(self.laps):
             elapsed = before.elapsed_time(now) if self.on_gpu else 1000 * (now - before)
             milliseconds[phase] += elapsed
-        steps = sum(phase == "update" for phase, _ in self.laps[1:])
+        steps = sum(phase == "update" for phase, _ in self.laps[1:])  # a step has one of these
         self.laps = self.laps[-1:]
 
         del milliseconds["outside"]
@@ -215,26 +204,27 @@ class RunLog:
         return {f"time/{phase}_ms": ms / steps for phase, ms in milliseconds.items()}
 
     def step(self, step, metrics):
-        """Logs an optimizer step. `metrics` is empty but for the steps that are to be logged."""
+        """Logs an optimizer step. `metrics` is empty in steps that are not logged."""
+        self.last_step = step
         self.bar.update()
         if RANK > 0 or not metrics:
             return
 
         metrics = {"step": step, **metrics, **self.checkpoint_metrics}
         self.checkpoint_metrics = {}
-        if "loss" in metrics:
+        if "loss" in metrics:  # it is not in steps that only evaluate
             tokens_per_step = self.flags["global_batch_size"] * self.flags["seq_length"]
             tokens_per_second = 1000 * tokens_per_step / metrics["time/total_ms"]
             metrics["tokens_seen"] = step * tokens_per_step
             metrics["tokens_per_second"] = tokens_per_second
-            # Model FLOPs utilization: the share of the devices' peak that the model's own
-            # arithmetic takes (PaLM, arXiv:2204.02311, appendix B).
-            if self.facts["peak_flops"]:
-                flops = tokens_per_second * self.facts["flops_per_token"]
-                metrics["mfu"] = flops / (WORLD_SIZE * self.facts["peak_flops"])
+            # Model FLOPs utilization: the model's own arithmetic as a share of the devices' peak
+            # (PaLM, arXiv:2204.02311, appendix B).
+            if self.run_info["peak_flops"]:
+                flops = tokens_per_second * self.run_info["flops_per_token"]
+                metrics["mfu"] = flops / (WORLD_SIZE * self.run_info["peak_flops"])
             self.bar.set_postfix_str(f"loss {metrics['loss']:.3f}")
 
-        columns = [f"step {step:>5}/{self.bar.total}"]
+        columns = [f"step {step:>5}/{self.total_steps}"]
         for name, form in CONSOLE_FORMATS.items():
             if name in metrics:
                 columns.append(f"{name} {metrics[name]:{form}}")
@@ -257,17 +247,17 @@ class RunLog:
     def after_checkpoint(self, metrics):
         """Adds the metrics of a checkpoint to the next line of the log.
 
-        A kill would empty the archive that Comet has open when offline. So it is closed here and a
-        new one is opened, at most every five minutes, because that takes a second."""
+        Offline, Comet writes its archive when the experiment ends, so a kill would lose it. It is
+        ended here and continued in a new archive, at most every five minutes (that takes 1 s)."""
         self.checkpoint_metrics = metrics
-        is_last = self.bar.n == self.bar.total
-        is_due = time.monotonic() > self.next_archive and not is_last
+        is_due = time.monotonic() > self.next_archive and self.last_step < self.total_steps
         if self.comet and self.comet_offline and is_due:
             self.comet.end()
             self.open_comet()
             self.next_archive = time.monotonic() + 300
 
     def close(self):
+        """Closes the files, and sends what Comet still holds."""
         self.bar.close()
         if self.run_dir:
             self.board.close()
@@ -276,7 +266,7 @@ class RunLog:
 
 
 def write_flags(path, flags):
-    """Writes flags as command-line arguments, one a line: `train-llm.py @flags.txt` reads them."""
+    """Writes flags as command-line arguments, one per line: `train-llm.py @flags.txt` reads it."""
     lines = []
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -287,18 +277,20 @@ def write_flags(path, flags):
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-# Checkpoints. The tensors are in the format of torch.distributed.checkpoint (DCP). state.json holds
-# everything else: plain values, size and CRC-32 checksum of each file, and its own checksum.
+# Checkpoints. Tensors are saved by torch.distributed.checkpoint (DCP), whose files can be loaded
+# with any number of ranks. state.json holds the rest: the dict `values`, the size and CRC-32
+# checksum of each file, and a checksum of its own.
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes a checkpoint that is either complete or not there: give it to DCP as storage writer.
+    """Makes sure that a checkpoint is either complete or not there. DCP saves with this object.
 
-    The files go to step-00000200.tmp. When all of them are on the disk, the folder is renamed to
-    step-00000200. DCP calls the methods below in their order, on all ranks or on rank 0 only.
-    `values` is a dict for JSON. The newest `keep` checkpoints of the run are kept."""
+    The files go to step-00000200.tmp. When all ranks have written theirs, the folder is renamed to
+    step-00000200. DCP calls, in this order, `prepare_global_plan` on rank 0, `write_data` on every
+    rank, and `finish` on rank 0. The newest `keep` checkpoints of the run are kept."""
 
     def __init__(self, run_dir, step, values, keep):
+        self.run_dir = run_dir
         self.folder = run_dir / f"step-{step:08d}"
         self.values = {**values, "step": step}
         self.keep = keep
@@ -307,76 +299,83 @@ class CheckpointWriter(dcp.FileSystemWriter):
         super().__init__(self.folder.with_suffix(".tmp"))
 
     def prepare_global_plan(self, plans):
-        """On rank 0, before anything is written: is there enough space?"""
+        """Checks that there is enough space, before anything is written."""
         items = itertools.chain.from_iterable(plan.items for plan in plans)
         needed = sum(item.tensor_storage_size() or 0 for item in items)
-        if shutil.disk_usage(self.folder.parent).free < 1.01 * needed + 2**20:
+        if shutil.disk_usage(self.run_dir).free < 1.01 * needed + 2**20:
             raise OSError(f"it takes {needed:,}")
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan, planner):
-        """On all ranks: writes the files of this rank, and returns their checksums as well."""
+        """Writes the files of this rank, and computes their checksums."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
         files = {name: size_and_crc(self.path / name) for name in names}
+        # DCP gathers what this future holds from all ranks, and gives the list to `finish`.
         future = torch.futures.Future()
         future.set_result((results, files))
         return future
 
     def finish(self, metadata, results):
-        """On rank 0, when all ranks have written: completes, renames, and removes old ones."""
-        super().finish(metadata, [writes for writes, _ in results])  # writes .metadata
+        """Writes DCP's .metadata and state.json, renames the folder, removes old checkpoints."""
+        super().finish(metadata, [results_of_rank for results_of_rank, _ in results])
         files = {".metadata": size_and_crc(self.path / ".metadata")}
-        for _, files_of_a_rank in results:
-            files.update(files_of_a_rank)
+        for _, files_of_rank in results:
+            files.update(files_of_rank)
 
         values = {**self.values, "files": files}
         values["crc32"] = zlib.crc32(json.dumps(values).encode())
         (self.path / "state.json").write_text(json.dumps(values))
+
+        # The files must be on the disk before the name says that they are.
         flush(self.path / "state.json")
         flush(self.path)
         self.path.rename(self.folder)
-        flush(self.folder.parent)
-
-        for old, _ in list(checkpoints(self.folder.parent))[self.keep :]:
+        flush(self.run_dir)
+        for old, _ in list(checkpoints(self.run_dir))[self.keep :]:
             shutil.rmtree(old.rename(old.with_suffix(".old")))
         self.save_ms = 1000 * (time.perf_counter() - self.start)
 
-    def fail(self, error):
-        """Ends the run in one line because of DCP's CheckpointException."""
+    def end_run(self, error):
+        """Ends the run after DCP's CheckpointException. Earlier checkpoints stay as they are."""
         shutil.rmtree(self.path, ignore_errors=True)
-        cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
-        free = shutil.disk_usage(self.folder.parent).free
-        place = f"--save-dir {self.folder.parent}: {self.folder.name}"
-        fail(f"{place} not saved, {free:,} bytes are free: {cause}")
+        free = shutil.disk_usage(self.run_dir).free
+        problem = f"{self.folder.name} not saved, {free:,} bytes are free: {cause_of(error)}"
+        fail(f"--save-dir {self.run_dir}: {problem}")
+
+
+def cause_of(error):
+    """What went wrong on the first rank that failed, from DCP's CheckpointException."""
+    cause, _ = next(iter(error.failures.values()))
+    return cause
 
 
 def save_checkpoint(run_dir, step, model, optimizer, values, keep):
-    """Saves model, optimizer and `values`, see `CheckpointWriter`. Returns metrics.
+    """Saves model, optimizer and the dict `values`, and keeps the newest `keep` checkpoints.
 
-    If the disk is full, the run ends in one line, and earlier checkpoints stay as they are."""
+    Returns metrics: how long it took, and how long training stood still (stall), which is the same
+    here. If the disk is full, the run ends in one line."""
     writer = CheckpointWriter(run_dir, step, values, keep)
     try:
         dcp.save(checkpoint_tensors(model, optimizer), storage_writer=writer)
     except dcp.api.CheckpointException as error:
-        writer.fail(error)
-    # The training loop waits (stalls) for all of it.
+        writer.end_run(error)
     return {"checkpoint/save_ms": writer.save_ms, "checkpoint/stall_ms": writer.save_ms}
 
 
 def checkpoint_tensors(model, optimizer):
-    """What this rank has of a checkpoint's tensors, under names that do not depend on the rung.
+    """This rank's part of the tensors in a checkpoint, under names that are the same in all rungs.
 
-    Hyperparameters of the optimizer are left out: those of the flags hold."""
+    Hyperparameters of the optimizer are not among them: they come from the flags."""
     model_state, optimizer_state = dcp_state.get_state_dict(model, optimizer)
     return {"model": model_state, "moments": optimizer_state["state"]}
 
 
 def load_checkpoint(run_dir, model, optimizer):
-    """Loads the newest intact checkpoint. Returns its plain values, {"step": 0} without one."""
+    """Loads the newest intact checkpoint. Returns its `values`, {"step": 0} if there is none."""
     if RANK == 0:
-        # What a kill left of a save, or of the removal of an old checkpoint: .tmp and .old.
-        for leftover in run_dir.glob("step-????????.[!d]*"):
+        # What a kill has left of a save (.tmp) and of the removal of an old checkpoint (.old).
+        for leftover in [*run_dir.glob("step-????????.tmp"), *run_dir.glob("step-????????.old")]:
             shutil.rmtree(leftover)
 
     folder, values = newest_intact(run_dir)
@@ -386,23 +385,20 @@ def load_checkpoint(run_dir, model, optimizer):
     try:
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
     except dcp.api.CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        fail(f"{folder} does not fit this model: {cause}")
-    except (RuntimeError, ValueError) as error:
-        fail(f"{folder} does not fit this model: {error}")
+        fail(f"{folder} does not fit this model: {cause_of(error)}")
 
-    optimizer_state = dcp_state.get_optimizer_state_dict(model, optimizer)
+    dcp_state.set_model_state_dict(model, tensors["model"])
+    optimizer_state = dcp_state.get_optimizer_state_dict(model, optimizer)  # hyperparameters
     optimizer_state["state"] = tensors["moments"]
     dcp_state.set_optimizer_state_dict(model, optimizer, optimizer_state)
-    dcp_state.set_model_state_dict(model, tensors["model"])
     say(f"resumed from {folder}")
     return values
 
 
 def newest_intact(run_dir):
-    """Folder and plain values of the newest intact checkpoint, (None, None) if there is none.
+    """Folder and values of the newest intact checkpoint, (None, None) if there is none.
 
-    A damaged one is named and renamed. All ranks look at the list of rank 0."""
+    Damaged ones are reported and renamed. All ranks use rank 0's list, so they agree on one."""
     for folder, values in all_gather_object(list(checkpoints(run_dir)))[0]:
         damaged = damaged_files(folder, values)
         if not damaged:
@@ -425,18 +421,18 @@ def damaged_files(folder, values):
 
 
 def checkpoints(run_dir):
-    """Yields folder and plain values of each checkpoint, newest first. None for damaged values."""
+    """Yields folder and values of each checkpoint, newest first. Damaged values are None."""
     for folder in sorted(run_dir.glob("step-????????"), reverse=True):
         try:
             values = json.loads((folder / "state.json").read_text())
             intact = values.pop("crc32") == zlib.crc32(json.dumps(values).encode())
-        except (OSError, ValueError, KeyError, AttributeError):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
             intact = False
         yield folder, values if intact else None
 
 
 def all_gather_object(value):
-    """The values of all ranks, in a list in the order of ranks. Every rank gets it."""
+    """A list with the value of each rank, on every rank."""
     values = [value] * WORLD_SIZE
     if dist.is_initialized():
         dist.all_gather_object(values, value)
@@ -452,7 +448,7 @@ def size_and_crc(path):
 
 
 def flush(path):
-    """Waits until a file, or the list of names of a folder, is on the disk."""
+    """Waits until a file, or the list of entries of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -476,7 +472,7 @@ def write_final_model(run_dir, step, weights, config, tokenizer):
     """Writes the model to final_model.tmp, which replaces final_model when it is complete."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Tied weights have several names in `weights`, and one in the file.
+    # Tied weights have several names in `weights`. They are saved under one.
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     weights = {name: weight for name, weight in weights.items() if name in names}
 

@@ -1,6 +1,6 @@
 """Rung 02: data parallelism (DDP). Each process has the whole model and a share of every batch.
 
-Try it, train on a text of your own, fine-tune a pretrained model:
+Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py
     torchrun --standalone --nproc-per-node 2 train-llm.py -e notes -d notes.txt --max-steps 200
@@ -17,10 +17,10 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics
+from pydoc_data.topics import topics  # the language reference that comes with Python: a text
 
-# logs_and_checkpoints.py lies beside this folder. It comes first on the path: with two clones of
-# this repository on a machine, each script must import the module of its own clone.
+# logs_and_checkpoints.py is in the parent folder. The folder goes first on the path, because each
+# clone of this repository must import its own copy of the module.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -47,11 +47,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-transformers.logging.set_verbosity_error()
+transformers.logging.set_verbosity_error()  # hides warnings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# A run may be resumed on other hardware and in another rung, but not with other values of these:
-# it would be another experiment.
+# A run that is resumed must have the same values of these flags. All others may change, and so may
+# the hardware and the rung, as the numbered scripts of this course are called.
 EXPERIMENT_FLAGS = (
     "model_name",
     "from_scratch",
@@ -61,7 +61,8 @@ EXPERIMENT_FLAGS = (
     "seed",
     "global_batch_size",
 )
-# Dense bf16 peak in FLOP/s by a part of the device's name, from NVIDIA's data sheets.
+# Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
+# that matches counts.
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
@@ -71,11 +72,14 @@ def main(args):
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES[args.dtype]
 
-    # torchrun starts the processes. In the process group each of them has a rank, its number from
-    # 0 to world_size - 1, and together they compute with tensors of all ranks (collectives). NCCL
-    # is NVIDIA's library for that: it serves tensors on GPUs. Gloo serves tensors on CPUs.
+    # torchrun starts this script several times, usually once for each GPU, and every process runs
+    # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
+    # world_size - 1. They communicate through collectives: operations that every rank must call,
+    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. NCCL, a library
+    # of NVIDIA's, carries them out for tensors on GPUs, and Gloo for tensors on the CPU.
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))  # each rank has its own GPU
+        # The local rank is the number of a process on its machine. Each takes a GPU of its own.
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     else:
@@ -85,26 +89,35 @@ def main(args):
     # Data: sequences of one length, cut from the documents.
     config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
     args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
-    train_data, eval_data = load_data(
-        args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
-    )
-    # Each node tokenizes for itself, and one may take hours longer than another. A collective gives
-    # up after 30 minutes, so all ranks wait here for the last one, with a timeout of their own.
-    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(hours=12)))
+    # The ranks of a machine take turns: the first one tokenizes, the others read its cache.
+    with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
+        train_data, eval_data = load_data(
+            args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
+        )
+    # Then all ranks wait for the last one. That may take hours, and a collective fails after 30
+    # minutes by default, so this barrier has a process group with another timeout.
+    loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    dist.barrier(loading_group)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
-    # An optimizer step trains on one global batch. An epoch is one pass over the training data.
-    # What does not fill a batch at its end is left out.
+    # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
+    # sequences left over at its end, fewer than a batch, are skipped.
     steps_per_epoch = len(train_data) // args.global_batch_size
-    sizes = f"{len(train_data)} sequences of {args.seq_length} tokens and {len(eval_data)} held out"
+    contents = (
+        f"{len(train_data)} sequences of {args.seq_length} tokens and {len(eval_data)} held out"
+    )
     if steps_per_epoch == 0 or len(eval_data) == 0:
-        fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {sizes}")
-    total_steps = min(args.num_epochs * steps_per_epoch, args.max_steps or sys.maxsize)
-    say(f"{args.dataset_name}: {sizes}, {total_steps} steps")
+        name = args.dataset_name
+        fail(f"--global-batch-size {args.global_batch_size}: {name} has only {contents}")
+    total_steps = args.num_epochs * steps_per_epoch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    say(f"{args.dataset_name}: {contents}, {total_steps} steps")
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Each rank takes its share of the global batch: more ranks do not change what is trained on.
+    # Each rank takes an equal share of the global batch. So the number of ranks does not change
+    # what a step trains on.
     sequences_per_rank = math.ceil(args.global_batch_size / world_size)
     grad_accum_steps = math.ceil(sequences_per_rank / args.batch_size)
     say(
@@ -113,40 +126,47 @@ def main(args):
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
 
-    # Model. Its parameters are fp32 whatever the dtype: bf16 has 8 bits of precision, and most
-    # updates are too small to change a number that has so few.
+    # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
+    # most updates would be rounded away.
     model = load_model(config, weights, args.attn, args.seed)
+    # Only the loaded model knows whether its architecture supports FlashAttention.
     if args.attn == "auto" and model._supports_flash_attn and has_flash_attention(args):
         model.set_attn_implementation("flash_attention_2")
-    facts = {
+    run_info = {
         "parameters": model.num_parameters(),
         "attention": model.config._attn_implementation,
         "flops_per_token": flops_per_token(model, args.seq_length),
         "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
     }
-    facts["peak_flops"] = peak_flops(facts["device_name"])
-    say(f"{facts['parameters']:,} parameters, {facts['attention']}, {args.dtype}, {device}")
+    run_info["peak_flops"] = peak_flops(run_info["device_name"])
+    say(f"{run_info['parameters']:,} parameters, {run_info['attention']}, {args.dtype}, {device}")
 
-    # The model's transformer blocks. transformers knows the name of their class for each
-    # architecture, so that nothing here depends on how one of them is built.
+    # The transformer blocks. `_no_split_modules` has the name of their class, for each architecture
+    # in transformers.
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
-    for block in blocks:
-        # All blocks have the same code, so compiling it once serves all of them.
-        if args.compile:
+
+    # torch.compile compiles the first block and uses the result for the others: their code is the
+    # same. The whole model would take many times as long.
+    if args.compile:
+        for block in blocks:
             block.forward = torch.compile(block.forward)
-        # Activation checkpointing: keep the input of a block only, and compute everything else in
-        # it again when the backward needs it.
-        if args.activation_checkpointing:
+
+    # Activation checkpointing keeps only the input of each block. In the backward pass it computes
+    # the other activations a second time.
+    if args.activation_checkpointing:
+        for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # Mixed precision: under autocast, matrix products run in `dtype`, and what needs more digits,
-    # such as the loss, in fp32.
+    # Mixed precision: under autocast, matrix multiplications run in `dtype`, and operations that
+    # need more precision, such as the loss, in fp32.
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     model.to(device)
-    # DDP gives all ranks the weights of rank 0. In the backward it averages their gradients.
+    # DDP copies the weights of rank 0 to all ranks, and averages the gradients of all ranks in the
+    # backward pass. From here on `model` is the wrapper: a forward pass that went around it would
+    # not start the averaging.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    # Optimizer. Weight decay is for matrices. Biases and the weights of norms are vectors.
+    # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
     args.lr = args.lr or (2e-5 if weights else 1e-3)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
@@ -157,35 +177,39 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, fused=True)
 
-    # Learning rate. All schedules are functions of the step, so a resume needs the step only and no
-    # state of the scheduler. We call its function ourselves, with the step.
+    # Learning rate. The scheduler has a function from the step to a factor. We call that function
+    # ourselves, so that a resumed run needs to know the step only, and no state of the scheduler.
     warmup_steps = args.warmup_steps
     if warmup_steps is None:
         warmup_steps = min(100, total_steps // 10)
     scheduler = transformers.get_scheduler(args.lr_scheduler, optimizer, warmup_steps, total_steps)
     lr_factor = scheduler.lr_lambdas[0]
+
     # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
-    # the backward, and divides the gradients by it afterwards. With other dtypes it does nothing.
+    # the backward pass, and divides the gradients by it afterwards. It does nothing for bf16 and
+    # fp32.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
-    # Resume from the newest checkpoint of this run, if there is one, then open the log there.
-    state = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
-    start = state["step"]
-    if start >= total_steps and (run_dir / "final_model" / f"step-{start:08d}").exists():
-        say(f"{run_dir} is finished at step {start}: raise --max-steps or --num-epochs")
+    # Resume from the newest checkpoint of this run, if there is one. A run that was killed after
+    # its last step and before the export skips the loop below.
+    resumed = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
+    last_step = resumed["step"]
+    if last_step >= total_steps and (run_dir / "final_model" / f"step-{last_step:08d}").exists():
+        say(f"{run_dir} is finished at step {last_step}: raise --max-steps or --num-epochs")
         return
-    if "total_steps" in state and state["total_steps"] != total_steps:
-        say(f"learning rate: scheduled over {total_steps} steps, before {state['total_steps']}")
-    if "scaler" in state:
-        scaler.load_state_dict(state["scaler"])
-    log = RunLog(run_dir, start, total_steps, state.get("comet_key"), vars(args), facts)
+    if resumed.get("total_steps", total_steps) != total_steps:
+        before = resumed["total_steps"]
+        say(f"learning rate: scheduled over {total_steps} steps, before {before}")
+    if resumed.get("scaler"):
+        scaler.load_state_dict(resumed["scaler"])
+    log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
-    for step in range(start + 1, total_steps + 1):
-        # Data. The seed and the epoch alone decide the order of an epoch's samples, and the step
-        # decides which part of it is this step's global batch. So a resume continues exactly where
-        # the run was, without any state of a data loader.
+    for step in range(last_step + 1, total_steps + 1):
+        # Data. The seed and the epoch alone decide the order of an epoch's sequences, and the step
+        # decides which of them form its global batch. So a resumed run continues exactly where it
+        # was, without any state of a data loader.
         epoch, step_in_epoch = divmod(step - 1, steps_per_epoch)
-        if step_in_epoch == 0 or step == start + 1:
+        if step_in_epoch == 0 or step == last_step + 1:
             order = np.random.default_rng((args.seed, epoch)).permutation(len(train_data))
         first = step_in_epoch * args.global_batch_size
         indices = order[first : first + args.global_batch_size]
@@ -193,7 +217,7 @@ def main(args):
         micro_batches, num_targets = make_micro_batches(
             train_data, indices, args.batch_size, device
         )
-        dist.all_reduce(num_targets)  # the sum over all ranks replaces each rank's own number
+        dist.all_reduce(num_targets)  # a CPU tensor, so Gloo: each rank now has the sum of all
         num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
         log.lap("data")
 
@@ -201,7 +225,8 @@ def main(args):
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # Gradients are averaged once per step, in the backward of its last micro-batch.
+            # To average the gradients once per step is enough: in the backward pass of the last
+            # micro-batch. (`with model.no_sync():` sets the same attribute.)
             is_last = i == len(micro_batches) - 1
             model.require_backward_grad_sync = is_last
 
@@ -210,15 +235,16 @@ def main(args):
             step_loss += loss.detach()
             log.lap("forward")
 
-            # The loss is the mean over all targets of the global batch. The mean of the means of
-            # micro-batches would be another one, as soon as they have unequal numbers of targets.
-            # The average over the ranks divides the sum of their gradients by world_size. But the
-            # number of targets is that of all ranks already, so the division is undone here.
+            # Divide by the number of targets in the whole global batch, not in the micro-batch: so
+            # every target has the same weight, also if micro-batches have more or fewer of them,
+            # and the result does not depend on --batch-size.
+            # `num_targets` counts the targets of all ranks, so the gradients of the ranks must be
+            # added up. They are averaged: times world_size, the mean is the sum.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 
-        # Update. Gradients longer than `max_grad_norm` are shortened to it, so that one unusual
-        # batch cannot throw the model far away.
+        # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
+        # batch cannot cause a very large update.
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         lr = args.lr * lr_factor(step - 1)
@@ -228,19 +254,19 @@ def main(args):
         scaler.update()
         log.lap("update")
 
-        # Log. `.item()` and `.tolist()` wait until the GPU has computed the value. Python would
-        # wait in every step, so values are read in the steps that are logged only.
+        # Log. Reading a value (.item(), .tolist()) waits until the GPU has computed it, so this is
+        # done only in the steps that are logged.
         metrics = {}
         if step == 1 or step % args.log_freq == 0 or step == total_steps:
             dist.all_reduce(step_loss)
             memory = memory_gb(model, optimizer, device)
-            dist.all_reduce(memory, dist.ReduceOp.MAX)
+            dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
             metrics = {
                 "loss": step_loss.item() / num_targets.item(),
                 "grad_norm": grad_norm.item(),
                 "learning_rate": lr,
                 "epoch": step / steps_per_epoch,
-                **log.times(),
+                **log.pop_times(),
                 **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
             }
 
@@ -248,11 +274,11 @@ def main(args):
         if step == total_steps or (args.eval_freq and step % args.eval_freq == 0):
             with autocast():
                 metrics.update(evaluate(model, eval_data, args.batch_size, device))
-            log.lap("outside")
+            log.lap("outside")  # what is outside of a step does not count for tokens per second
         log.step(step, metrics)
         log.lap("log")
 
-        # Checkpoint: model and optimizer, and what else a resume needs.
+        # Checkpoint: model and optimizer, and what else is needed to resume.
         if run_dir and (step == total_steps or step % args.ckpt_freq == 0):
             values = {
                 "flags": vars(args),
@@ -265,9 +291,10 @@ def main(args):
             log.after_checkpoint(times)
             log.lap("outside")
 
-    # Export the model for `from_pretrained`. Then let it continue 32 tokens of held-out text.
+    # Export the model for `from_pretrained`. Then show how it continues the first 32 tokens of a
+    # held-out sequence.
     if run_dir:
-        save_final_model(run_dir, max(start, total_steps), model, config, tokenizer)
+        save_final_model(run_dir, max(last_step, total_steps), model, config, tokenizer)
     log.close()
     with autocast():
         tokens = sample(model, eval_data[-1]["input_ids"][:256], 32, device)
@@ -280,7 +307,7 @@ def load_config(name, from_scratch):
     The path is None if the model starts from random weights."""
     if name == "tiny":
         config = transformers.LlamaConfig(
-            vocab_size=384,
+            vocab_size=384,  # 257 tokens, rounded up to a multiple of 128
             hidden_size=128,
             intermediate_size=320,
             num_hidden_layers=3,
@@ -291,13 +318,14 @@ def load_config(name, from_scratch):
         )
         return config, byte_tokenizer(), None
 
-    files = [file.name for file in Path(name).glob("*")]  # none: it is an id on the hub
+    # A local folder may hold a config alone: then bytes are the tokens, and the weights are random.
+    files = [file.name for file in Path(name).glob("*")]  # empty if `name` is a hub id
     has_tokenizer = not files or any("token" in file or "vocab" in file for file in files)
     endings = (".safetensors", ".bin", ".pt")
     has_weights = not files or any(ending in file for file in files for ending in endings)
     try:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        config = config.get_text_config()  # of a model for text and images, the part for text
+        config = config.get_text_config()  # the language part of a multimodal model
         if has_tokenizer:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         else:
@@ -308,12 +336,16 @@ def load_config(name, from_scratch):
     if len(tokenizer) > config.vocab_size:
         fail(f"--model-name {name}: {len(tokenizer)} tokens, a vocabulary of {config.vocab_size}")
 
-    # Dropout draws random numbers. A batch that is split differently would get different ones.
+    disable_dropout(config, name)
+    return config, tokenizer, name if has_weights and not from_scratch else None
+
+
+def disable_dropout(config, name):
+    """Sets dropout to 0: its random numbers would depend on how a batch is split."""
     for key, value in vars(config).items():
         if value and ("dropout" in key or "pdrop" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
-    return config, tokenizer, name if has_weights and not from_scratch else None
 
 
 def byte_tokenizer():
@@ -335,17 +367,15 @@ def check_seq_length(seq_length, config, name):
 def load_data(name, subset, tokenizer, seq_length):
     """Returns the sequences to train on and those to evaluate on.
 
-    These are a split called validation or test, or else the last 5 % of the training data."""
+    These are a split called validation or test, or else the last 5% of the training data."""
     try:
-        # The processes of a node take turns: the first tokenizes, the others read its cache.
-        with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
-            splits = load_splits(name, subset, tokenizer, seq_length)
-            if "train" not in splits:
-                raise ValueError(f"no split is called train, there are {list(splits)}")
-            train = pack(splits["train"], tokenizer, seq_length)
-            for split in ("validation", "test"):
-                if split in splits:
-                    return train, pack(splits[split], tokenizer, seq_length)
+        splits = load_splits(name, subset, tokenizer, seq_length)
+        if "train" not in splits:
+            raise ValueError(f"no split is called train, there are {list(splits)}")
+        train = pack(splits["train"], tokenizer, seq_length)
+        for split in ("validation", "test"):
+            if split in splits:
+                return train, pack(splits[split], tokenizer, seq_length)
     except Exception as error:  # a damaged file makes the libraries raise errors of any type
         fail(f"--dataset-name {name}: {type(error).__name__}: {error} {error.__cause__ or ''}")
     num_held_out = math.ceil(len(train) / 20)
@@ -356,7 +386,7 @@ def load_data(name, subset, tokenizer, seq_length):
 def load_splits(name, subset, tokenizer, seq_length):
     """Returns the splits of a data set by name: of documents, or of rows that hold tokens."""
     if name == "python-docs":
-        datasets.disable_progress_bars()
+        datasets.disable_progress_bars()  # of something that takes a second
         return {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
     if name == "dummy":
         tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
@@ -382,10 +412,10 @@ def pack(documents, tokenizer, seq_length):
         sequences = documents
     else:
         packer = Packer(text_column(documents), tokenizer, seq_length)
-        columns = documents.column_names
-        sequences = documents.map(packer, batched=True, remove_columns=columns)
-    used = [name for name in ("input_ids", "labels") if name in sequences.column_names]
-    return sequences.with_format("torch", columns=used)
+        old_columns = documents.column_names
+        sequences = documents.map(packer, batched=True, remove_columns=old_columns)
+    columns = [name for name in ("input_ids", "labels") if name in sequences.column_names]
+    return sequences.with_format("torch", columns=columns)
 
 
 def text_column(documents):
@@ -400,13 +430,16 @@ def text_column(documents):
 
 
 class Packer:
-    """Joins the tokens of documents and cuts them into sequences of one length (packing)."""
+    """Joins the tokens of documents and cuts them into sequences of one length (packing).
+
+    `Dataset.map` calls it with batch after batch of documents. The tokens that do not fill a
+    sequence wait in `leftover` for the next batch."""
 
     def __init__(self, column, tokenizer, seq_length):
         self.column = column
         self.tokenizer = tokenizer
         self.seq_length = seq_length
-        self.leftover = []  # tokens that wait for the next documents to fill a sequence
+        self.leftover = []
 
     def __call__(self, documents):
         tokens = self.leftover
@@ -419,7 +452,7 @@ class Packer:
 
 
 def tokenize(texts, tokenizer):
-    """Token ids of each text, with the end-of-text token behind them."""
+    """Token ids of each text, with the end-of-text token after them."""
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = tokenizer([text or "" for text in texts])["input_ids"]
     # Some tokenizers add the token themselves.
@@ -430,7 +463,7 @@ def load_model(config, weights, attn, seed):
     """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
     torch.manual_seed(seed)
     options = {
-        "attn_implementation": None if attn == "auto" else attn,
+        "attn_implementation": None if attn == "auto" else attn,  # None: PyTorch's own, mostly
         "dtype": torch.float32,
         "trust_remote_code": False,
     }
@@ -456,42 +489,52 @@ def has_flash_attention(args):
 def flops_per_token(model, seq_length):
     """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
 
-    N: parameters, without embeddings that are not the output layer too. L layers, H heads of D
-    dimensions, T tokens in a sequence: attention, without regard to its mask.
+    N is the number of parameters. An input embedding does not count, unless it is also the output
+    layer. The second term is attention without its causal mask: L layers, H heads of D dimensions,
+    sequences of T tokens.
     Source: PaLM, arXiv:2204.02311, appendix B."""
     config = model.config
-    tables = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    tables.discard(model.get_output_embeddings().weight)
-    parameters = model.num_parameters() - sum(table.numel() for table in tables)
+    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    embeddings.discard(model.get_output_embeddings().weight)
+    parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
 
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = vars(config).get("head_dim")
-    attention_width = heads * head_dim if head_dim else config.hidden_size if heads else 0
-    return 6 * parameters + 12 * config.num_hidden_layers * attention_width * seq_length
+    if head_dim is None and heads > 0:
+        head_dim = config.hidden_size / heads
+    attention = 12 * config.num_hidden_layers * heads * (head_dim or 0) * seq_length
+    return 6 * parameters + attention
 
 
 def peak_flops(device_name):
-    """FLOP/s of a device at best, 0 if it is not in the table: then MFU is not logged."""
+    """Peak FLOP/s of a device, or 0 if it is unknown: then MFU is not logged."""
     for name, peak in PEAK_FLOPS.items():
         if name in device_name:
             return peak
     return 0
 
 
+def share_of_rank(indices):
+    """Returns this rank's part of `indices`, and how many of its entries count.
+
+    The backward pass contains collectives, for which all ranks wait. So every rank needs the same
+    number of micro-batches. If the indices cannot be divided equally, the last ranks get one more
+    sequence that does not count: its targets are all -100, so it adds nothing to the loss."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    share = list(indices[rank::world_size])
+    num_real = len(share)
+    if num_real < math.ceil(len(indices) / world_size):
+        share.append(indices[0])
+    return share, num_real
+
+
 def make_micro_batches(data, indices, batch_size, device):
-    """Loads this rank's share of a global batch, `indices`, in micro-batches of `batch_size`.
+    """Loads this rank's share of the sequences with these indices, in micro-batches.
 
     Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
     number of targets, a CPU tensor. targets[:, i] is the token that follows input_ids[:, i], or
     -100 where the loss leaves it out."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = list(indices[rank::world_size])
-    # If the batch cannot be divided equally, the last ranks have a sequence less. They repeat one,
-    # without targets: all ranks must call the collectives of the backward equally often.
-    is_short = len(share) < math.ceil(len(indices) / world_size)
-    if is_short:
-        share.append(indices[0])
-
+    share, num_real = share_of_rank(indices)
     micro_batches = []
     num_targets = torch.tensor(0)
     for first in range(0, len(share), batch_size):
@@ -499,11 +542,10 @@ def make_micro_batches(data, indices, batch_size, device):
         input_ids = rows["input_ids"]
         labels = rows.get("labels", input_ids)
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
-        if is_short and first + batch_size >= len(share):
-            targets[-1] = -100
+        targets[max(0, num_real - first) :] = -100  # of the sequence that does not count
         num_targets += (targets != -100).sum()
 
-        # A copy from pinned memory runs beside other work: the CPU does not wait for it.
+        # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
         if device.type == "cuda":
             input_ids = input_ids.pin_memory().to(device, non_blocking=True)
             targets = targets.pin_memory().to(device, non_blocking=True)
@@ -512,14 +554,16 @@ def make_micro_batches(data, indices, batch_size, device):
 
 
 def loss_sum(model, input_ids, targets):
-    """The sum of the cross-entropies of all targets, in nats: a scalar on the device."""
+    """The sum of the cross-entropy over all targets, in nats: a scalar on the device."""
     logits = model(input_ids=input_ids, use_cache=False).logits
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 @torch.no_grad()
 def evaluate(model, data, batch_size, device):
-    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics."""
+    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
+
+    There is no model.eval(): dropout is 0 in training too."""
     micro_batches, num_targets = make_micro_batches(data, range(len(data)), batch_size, device)
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
@@ -532,39 +576,39 @@ def evaluate(model, data, batch_size, device):
 
 @torch.no_grad()
 def sample(model, tokens, start, device):
-    """Replaces the tokens from index `start` on by tokens that the model draws. Returns (T,)."""
+    """Replaces tokens[start:], of shape (T,), by tokens sampled from the model."""
     tokens = tokens[None].clone()
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # The whole sequence each time, so that its shape stays the same. The old tokens behind i
-        # do no harm: attention is causal.
+        # The whole sequence each time, so that the shape stays the same. The old tokens after i do
+        # no harm: attention is causal.
         logits = model(input_ids=tokens.to(device), use_cache=False).logits
         logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
-        probabilities = logits.nan_to_num().softmax(0)
+        probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
     return tokens[0]
 
 
 def parse_args():
-    """Returns the flags: of the command line, else of the run's checkpoint, else the defaults."""
+    """Returns the flags: from the command line, else from the run's checkpoint, else defaults."""
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
     parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
-    parser.error = fail
+    parser.error = fail  # one line, as for all other errors
     # A switch has two forms, such as --compile and --no-compile.
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
 
     add = parser.add_argument_group("run").add_argument
-    add("-e", "--experiment-name", help="keep logs, checkpoints and model in SAVE_DIR/NAME; resume")
-    add("--save-dir", default=str(ROOT / "outputs"), help="default: outputs, beside this folder")
+    add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
+    add("--save-dir", default=str(ROOT / "outputs"), help="default: outputs, in the parent folder")
     add("--seed", type=zero_or_more(int), default=0)
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     add("--log-freq", type=positive(int), default=10, help="steps between log lines")
     add("--ckpt-freq", type=positive(int), default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=positive(int), default=2, help="how many of the newest to keep")
+    add("--keep-checkpoints", type=positive(int), default=2, help="number of the newest to keep")
     add("--comet-project-name", default="train-llm")
     add("--comet-workspace", help="default: the one of your account")
-    add("--comet-offline", help="archives to upload later, no account needed", **switch)
+    add("--comet-offline", help="archives to upload later; needs no account", **switch)
 
     add = parser.add_argument_group("model and data").add_argument
     add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
@@ -582,7 +626,7 @@ def parse_args():
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num-epochs", type=positive(int), default=3)
-    add("--max-steps", type=positive(int), help="ends the run, if it comes before the last epoch's")
+    add("--max-steps", type=positive(int), help="end the run here, if not earlier")
     add("--lr", type=positive(float), help="default: 1e-3 from scratch, 2e-5 with loaded weights")
     schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
     add("--lr-scheduler", choices=schedulers.split(), default="cosine")
@@ -590,12 +634,13 @@ def parse_args():
     add("--weight-decay", type=zero_or_more(float), default=0.01, help="of matrices only")
     add("--max-grad-norm", type=positive(float), default=1.0)
 
-    # A run that is resumed keeps its flags, unless the command line has others. So the flags are
-    # parsed twice: first for the name of the run, then with its flags as the defaults.
+    # A run that is resumed keeps its flags, unless the command line sets them. So the flags are
+    # parsed twice: first to find the run, then with its flags as the defaults.
     args = parser.parse_args()
     stored = newest_values(run_dir_of(args))
     flags = stored.get("flags", {})
-    parser.set_defaults(**{name: flags[name] for name in vars(args) if name in flags})
+    kept = vars(args).keys() & flags.keys() - {"experiment_name", "save_dir"}
+    parser.set_defaults(**{name: flags[name] for name in kept})
     args = parser.parse_args()
 
     check_launcher()
@@ -606,39 +651,34 @@ def parse_args():
 
 
 def positive(convert):
-    """A `type` for flags: numbers above 0. `convert` is int or float."""
-
-    def parse(text):
-        value = convert(text)
-        if not 0 < value < 2**63:
-            raise argparse.ArgumentTypeError(f"{text}: must be above 0 and below 2**63")
-        return value
-
-    parse.__name__ = convert.__name__  # argparse names it for what is no number at all
-    return parse
+    """A `type` for flags: an int or a float above 0."""
+    return in_range(convert, lambda value: 0 < value < 2**63, "above 0 and below 2**63")
 
 
 def zero_or_more(convert):
-    """A `type` for flags: numbers from 0. `convert` is int or float."""
+    """A `type` for flags: an int or a float that is not negative."""
+    return in_range(convert, lambda value: 0 <= value < 2**63, "from 0 and below 2**63")
 
+
+def in_range(convert, is_allowed, description):
     def parse(text):
         value = convert(text)
-        if not 0 <= value < 2**63:
-            raise argparse.ArgumentTypeError(f"{text}: must be from 0 and below 2**63")
+        if not is_allowed(value):
+            raise argparse.ArgumentTypeError(f"{text}: must be {description}")
         return value
 
-    parse.__name__ = convert.__name__
+    parse.__name__ = convert.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
 def check_launcher():
-    """Ends the run if it was started in a way that this rung does not serve."""
+    """Ends the run if it was started in a way that this rung does not support."""
     if "LOCAL_RANK" not in os.environ:
         fail("this rung needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
 
 
 def check_hardware(args):
-    """Ends the run if a flag asks for what this machine lacks. Chooses the dtype by default."""
+    """Ends the run if a flag asks for what this machine does not have. Sets the default dtype."""
     gpu = args.device != "cpu" and torch.cuda.is_available()
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here")
@@ -657,7 +697,7 @@ def run_dir_of(args):
 
 
 def newest_values(run_dir):
-    """The plain values of the run's newest checkpoint that can be read, {} if there is none."""
+    """What state.json holds in the run's newest readable checkpoint, {} if there is none."""
     if run_dir:
         for _, values in checkpoints(run_dir):
             if values:
@@ -666,12 +706,12 @@ def newest_values(run_dir):
 
 
 def experiment(args):
-    """What a resume must not change, by the name of the flag."""
+    """The flags that must be the same when the run is resumed."""
     return {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
 
 
 def check_same_experiment(args, stored):
-    """Ends the run if the checkpoint in its folder, with the values `stored`, is of another one."""
+    """Ends the run if the checkpoint in its folder belongs to another experiment."""
     here = experiment(args)
     # Checkpoints of version 0.1 have the flags only.
     there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
@@ -684,6 +724,7 @@ def check_same_experiment(args, stored):
 def open_run_dir(args):
     """Creates the folder of a named run, and returns its path. None for a run without a name."""
     run_dir = run_dir_of(args)
+    # If the folder is not writable, the run ends here, before anything is loaded.
     try:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -694,10 +735,11 @@ def open_run_dir(args):
 
 
 def shut_down():
-    """Ends the process group after a run that succeeded. After an error this could wait forever.
+    """Ends the process group. After an error other ranks may never call this, so it is not called.
 
-    A process that ends while its gloo threads are busy may abort, and torchrun would report a
-    failure (pytorch#179291). So all ranks come to rest first."""
+    A process that exits while Gloo's threads still run may abort (pytorch#179291), and torchrun
+    would report that the run has failed. So first release what holds such threads, and wait until
+    they have ended."""
     gc.collect()
     dist.barrier()
     time.sleep(0.2)

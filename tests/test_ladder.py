@@ -11,7 +11,7 @@ from ladder import PARENTS, ROOT, RUNGS, script
 PAIRS = [(parent, rung) for rung, parent in PARENTS.items()]
 # Functions and classes that a rung adds: the idea itself.
 NEW = {
-    "02-ddp": ["shut_down"],
+    "02-ddp": ["share_of_rank", "shut_down"],
     "03-fsdp": ["fill_from_rank_0"],
     "04-compression": ["GradientCompressor", "dct_basis", "encode", "decode", "check_compression"],
     "05-multinode": ["Progress", "AsyncCheckpointer", "check_restart", "check_shared_folder"],

@@ -77,7 +77,7 @@ def test_times_are_means_over_the_steps_between_two_log_lines(monkeypatch):
             for phase in PHASES:
                 log.lap(phase)
         means = [10, 20, 30, 40, 100]
-        assert list(log.times().values()) == pytest.approx(means)
+        assert list(log.pop_times().values()) == pytest.approx(means)
 
 
 SIZES = {"vocab_size": 384, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3}

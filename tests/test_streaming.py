@@ -258,7 +258,7 @@ BAD = {
         ("--max-steps", "3", "-d", "few.txt"),
         "--data-held-out 6: the first documents of ",
     ),
-    "one document": (("--max-steps", "3", "-d", "one.txt"), "fill no sequence beside those held"),
+    "one document": (("--max-steps", "3", "-d", "one.txt"), "fill no sequence besides those held"),
 }
 
 

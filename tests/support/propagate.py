@@ -1,68 +1,51 @@
-"""Carries an edit of one rung's script into the scripts of all the other rungs.
+"""Carries an edit of one rung's script into the scripts of all other rungs.
 
-    python tests/support/propagate.py 03-fsdp                  the edit since the last commit
-    python tests/support/propagate.py 03-fsdp --base main~2    the edit since another commit
-    python tests/support/propagate.py 03-fsdp --partly         see below
+Usage::
 
-Each rung holds a complete script, so a part that all rungs share stands in all of them. Edit it in
-one rung's train-llm.py, then run this command. The edit is the difference between the committed
+    python tests/support/propagate.py 03-fsdp                  # the edit since the last commit
+    python tests/support/propagate.py 03-fsdp --base main~2    # the edit since another commit
+
+Each rung holds a complete script, so code that all rungs share stands in all of them. Edit it in
+the script of one rung, then run this command. The edit is the difference between the committed
 script and the script in the work tree. It goes from rung to rung along the ladder, from parent to
-child and from child to parent, because neighbors differ least.
-
-The edit consists of hunks: groups of consecutive lines that were replaced, removed or inserted. A
-neighbor takes over a hunk if it has the lines that the hunk replaces or, for an insertion, the two
-lines on either side of it, next to each other. A neighbor that has nothing in the place of these
-lines is left as it is, and so are the rungs beyond it: the hunk belongs to the idea of the edited
-rung. Anything else is a conflict, which somebody has to decide: the neighbor has other lines in
-this place, or it cannot be told where an inserted line belongs.
+child and from child to parent. Each step is a three-way merge by ``git merge-file``. Uncommitted
+changes of the other rungs are kept, and are not carried along.
 
 For each rung the command prints one of:
 
-    applied               the script was changed
-    unchanged             it has the edit already, or does not have the edited lines
-    conflict at line N    some hunk does not fit at line N of this rung's script
-    not reached           the rung lies beyond one with a conflict
+* ``applied``: the script was changed.
+* ``unchanged``: the script has the edit already, or has nothing in the place of the edited lines.
+  They belong to the idea of the edited rung, then. The same is assumed of a line that was inserted
+  next to such lines. An unchanged rung passes nothing on.
+* ``conflict at line N``: the script has other lines in the place of the edited ones. It is left
+  untouched, and the lines are printed. Make the edit by hand in this rung, then run the command
+  from there, so that the edit reaches the rungs beyond.
+* ``not reached``: the rung lies beyond one with a conflict.
 
-A rung with a conflict is left untouched, so that no script holds half of an edit. The hunks in
-conflict are printed below the list. With --partly the rung, and those beyond it, take over the
-other hunks. After you made the missing changes in that rung by hand, run the command with its name,
-so that the rungs beyond it get them. Rungs that have the edit already stay as they are. A hunk that
-you wrote differently in that rung is then reported as a conflict with the rung that it came from.
+``git merge-file`` also reports a conflict where an edited line merely touches a line that one of
+the two rungs lacks. The command resolves it if the place of the edit is certain. It remains a
+conflict if a line is inserted exactly where the other rung adds one, if the other rung lacks a
+removed line already, or if an edited line occurs once more close by, such as an empty line.
 
-Other rungs may have uncommitted changes too. They are merged as they stand in the work tree, and
-their own changes are kept and not carried along. The exit code is 0 if all hunks were taken over, 1
-if there is a conflict, and 2 if there was an error; then no file was written.
-
-Why not `git merge-file`: it also reports a conflict where an edited line merely touches a line that
-the other rung adds, and where the edited lines exist in one rung only.
+The exit code is 0 without a conflict, 1 with one, and 2 after an error, which changes no file.
 """
 
 import argparse
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import Match, SequenceMatcher
+from os.path import commonprefix
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ladder import PARENTS, ROOT, RUNGS, script
 
-
-@dataclass
-class Conflict:
-    """A hunk that does not fit into another script; `line` and `there` say what is in its place."""
-
-    line: int
-    removed: list
-    added: list
-    there: list
-
-
-@dataclass
-class Merge:
-    """`before` and `after` are the other script without and with the hunks that fit into it."""
-
-    before: list
-    after: list
-    conflicts: list
+# A conflict: the lines of the neighbor, those before the edit, those after it. The markers are
+# longer than usual, so that no line of a script looks like one.
+BLOCK = re.compile(
+    r"^<{20} .*?\n(.*?)^\|{20} .*?\n(.*?)^={20}\n(.*?)^>{20} .*?\n", re.MULTILINE | re.DOTALL
+)
 
 
 def fail(message):
@@ -70,66 +53,60 @@ def fail(message):
     sys.exit(2)
 
 
-def opcodes(one, other):
-    return SequenceMatcher(None, one, other, autojunk=False).get_opcodes()
+def git(*words, good_codes):
+    result = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, encoding="utf-8")
+    if result.returncode not in good_codes:
+        fail(f"git {words[0]}: {result.stderr.strip()}")
+    return result.stdout
 
 
-def matches(one, other):
-    """For each line of `one` the index of the same line in `other`, None if it is not there. The
-    positions before the first line and behind the last one count as lines that match."""
-    found = {-1: -1, len(one): len(other)}
-    for tag, i1, i2, j1, _ in opcodes(one, other):
-        for i in range(i1, i2):
-            found[i] = j1 + i - i1 if tag == "equal" else None
-    return found
+def resolve(block):
+    """The text that replaces a conflict; the conflict itself if somebody has to decide."""
+    ours, base, theirs = (text.splitlines(keepends=True) for text in block.groups())
+    if ours in ([], theirs):
+        return block[1]
+    # The edit replaces `old` by `new`, and keeps the lines of the block above and below them.
+    above = commonprefix([base, theirs])
+    old, new = base[len(above) :], theirs[len(above) :]
+    below = commonprefix([old[::-1], new[::-1]])[::-1]
+    old, new = old[: len(old) - len(below)], new[: len(new) - len(below)]
+    # It fits if the neighbor has the old lines, or the new ones already. On either side of them the
+    # neighbor may lack lines or add some, but not both, which would be other lines.
+    for lines in filter(None, (old, new)):
+        for i in range(len(ours) - len(lines) + 1):
+            start, end = ours[:i], ours[i + len(lines) :]
+            if (
+                ours[i : i + len(lines)] == lines
+                and not (above and start)
+                and not (below and end)
+                and {*above, *below, *start, *end}.isdisjoint(old + new)
+            ):
+                return "".join(start + new + end)
+    return block[0]
 
 
-def consecutive(indices):
-    """Whether all lines were found, one behind the other."""
-    return None not in indices and all(
-        one + 1 == other for one, other in zip(indices, indices[1:], strict=False)
-    )
+def merge(there, before, after, neighbor="neighbor", source="source"):
+    """Carries the edit from `before` to `after` into the text `there`. Returns the new text, and
+    the conflicts as (line of `there`, block)."""
+    with TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in ("there", "before", "after")]
+        for path, text in zip(paths, (there, before, after), strict=True):
+            path.write_text(text, encoding="utf-8")
+        flags = ["-p", "--diff3", "--marker-size=20"]
+        for label in (neighbor, f"{source} before the edit", f"{source} after the edit"):
+            flags += ["-L", label]
+        # The exit code is the number of conflicts, at most 127.
+        merged = BLOCK.sub(resolve, git("merge-file", *flags, *paths, good_codes=range(128)))
 
-
-def merge(old, new, other):
-    """Carries the edit from `old` to `new`, lists of lines, into `other`."""
-    old_in_other = matches(old, other)
-    new_in_other = matches(new, other)
-    shared = set(old_in_other.values())
-    before, after, conflicts, end = [], [], [], 0
-    for tag, i1, i2, j1, j2 in opcodes(old, new):
-        if tag == "equal":
-            continue
-        removed, added = old[i1:i2], new[j1:j2]
-        removed_there = [old_in_other[i] for i in range(i1, i2)]
-        added_there = [new_in_other[j] for j in range(j1, j2)]
-        around = [old_in_other[i1 - 1], old_in_other[i2]]
-        has_some_removed = any(index is not None for index in removed_there)
-        # Lines that `other` has without having them from `old`.
-        has_added = bool(added) and consecutive(added_there) and shared.isdisjoint(added_there)
-
-        # What stands in the place of the hunk: the lines between the nearest ones that both have.
-        above = max(old_in_other[i] for i in range(-1, i1) if old_in_other[i] is not None)
-        below = min(old_in_other[i] for i in range(i2, len(old) + 1) if old_in_other[i] is not None)
-        there = other[above + 1 : below]
-
-        # The lines of `other` that the hunk replaces, from the first one up to the second.
-        place = None
-        if has_added and not has_some_removed:
-            place = added_there[0], added_there[-1] + 1  # it has the hunk already
-        elif removed and consecutive(removed_there) and not has_added:
-            place = removed_there[0], removed_there[-1] + 1
-        elif not removed and consecutive(around):
-            place = around[1], around[1]
-
-        lacks_lines = not there and not has_some_removed and (removed or around == [None, None])
-        if place and place[0] >= end:
-            before += other[end : place[0]] + removed
-            after += other[end : place[0]] + added
-            end = place[1]
-        elif place or not lacks_lines:
-            conflicts.append(Conflict(above + 2, removed, added, there))
-    return Merge(before + other[end:], after + other[end:], conflicts)
+    # Lines of `merged` are counted as those of `there`, which the edit may have moved.
+    matcher = SequenceMatcher(None, merged.splitlines(), there.splitlines(), autojunk=False)
+    matches = [Match(0, 0, 0), *matcher.get_matching_blocks()]
+    conflicts = []
+    for block in BLOCK.finditer(merged):
+        index = merged.count("\n", 0, block.start(1))
+        match = max(match for match in matches if match.a <= index)
+        conflicts.append((match.b + index - match.a + 1, block[0]))
+    return merged, conflicts
 
 
 def neighbors(rung):
@@ -137,68 +114,16 @@ def neighbors(rung):
     return [other for other in RUNGS if PARENTS.get(rung) == other or PARENTS.get(other) == rung]
 
 
-def carry(edited, before, after, partly):
-    """Carries an edit of the rung `edited` to all others. Returns what to say of each rung, the
-    conflicts as (from, to, conflict), and the new lines of each script that changes."""
-    said, conflicts, changed = {}, [], {}
-    queue = [(edited, neighbor, before, after) for neighbor in neighbors(edited)]
-    while queue:
-        source, rung, before, after = queue.pop(0)
-        lines = read(script(rung))
-        result = merge(before, after, lines)
-        conflicts += [(source, rung, conflict) for conflict in result.conflicts]
-        if result.conflicts and not partly:
-            said[rung] = f"conflict at line {result.conflicts[0].line}, left untouched"
-        else:
-            if result.after != lines:
-                changed[rung] = result.after
-            said[rung] = "unchanged" if result.after == lines else "applied"
-            if result.conflicts:
-                said[rung] = f"conflict at line {result.conflicts[0].line}, {said[rung]} in part"
-        for neighbor in neighbors(rung):
-            if neighbor == source:
-                continue
-            if result.conflicts and not partly:
-                for other in beyond(rung, neighbor):
-                    said[other] = f"not reached, it lies beyond {rung}"
-            else:
-                queue.append((rung, neighbor, result.before, result.after))
-    return said, conflicts, changed
-
-
-def beyond(source, rung):
-    """A rung and all those that are reached through it, coming from `source`."""
-    found = [rung]
-    for neighbor in neighbors(rung):
-        if neighbor != source:
-            found += beyond(rung, neighbor)
-    return found
-
-
-def read(path):
-    return path.read_text(encoding="utf-8").splitlines(keepends=True)
-
-
-def committed(rung, base):
-    """The lines of a rung's script in a commit."""
-    name = script(rung).relative_to(ROOT).as_posix()
-    command = ["git", "show", f"{base}:./{name}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
-    if result.returncode != 0:
-        fail(f"git has no {name} in {base}: {result.stderr.strip()}")
-    return result.stdout.splitlines(keepends=True)
-
-
-def show(source, rung, conflict):
-    """Prints a hunk that does not fit, and what is in its place."""
-    path = script(rung).relative_to(ROOT)
-    print(f"\n{path}:{conflict.line}: this part of the edit, as it is in {source}, does not fit")
-    print("".join([f"-{line}" for line in conflict.removed]), end="")
-    print("".join([f"+{line}" for line in conflict.added]), end="")
-    print(f"{rung} has in this place:" if conflict.there else f"{rung} has no line in this place.")
-    print("".join([f" {line}" for line in conflict.there[:20]]), end="")
-    if len(conflict.there) > 20:
-        print(f" … and {len(conflict.there) - 20} more lines")
+def carry(source, before, after, came_from=None):
+    """Yields (rung, its text, its text with the edit, conflicts) for all rungs that are reached
+    from `source`, whose text was `before` and is `after`."""
+    for rung in neighbors(source):
+        if rung != came_from:
+            there = script(rung).read_text(encoding="utf-8")
+            merged, conflicts = merge(there, before, after, rung, source)
+            yield rung, there, merged, conflicts
+            if not conflicts:
+                yield from carry(rung, there, merged, source)
 
 
 def main():
@@ -208,26 +133,29 @@ def main():
     parser.error = fail  # one line, without the usage
     parser.add_argument("rung", choices=RUNGS, help="the rung that was edited")
     parser.add_argument("--base", default="HEAD", help="the commit before the edit (HEAD)")
-    parser.add_argument(
-        "--partly",
-        action="store_true",
-        help="let a rung with a conflict, and those beyond it, take over the other hunks",
-    )
     args = parser.parse_args()
 
-    before, after = committed(args.rung, args.base), read(script(args.rung))
+    name = f"{args.rung}/train-llm.py"
+    before = git("show", f"{args.base}:./{name}", good_codes=[0])
+    after = script(args.rung).read_text(encoding="utf-8")
     if before == after:
-        fail(f"{args.rung}/train-llm.py is the same in {args.base} and in the work tree")
-    said, conflicts, changed = carry(args.rung, before, after, args.partly)
-    for rung, lines in changed.items():
-        script(rung).write_text("".join(lines), encoding="utf-8")
+        fail(f"{name} is the same in {args.base} and in the work tree")
 
-    for rung in RUNGS:
-        if rung != args.rung:
-            print(f"{rung}: {said[rung]}")
-    for source, rung, conflict in conflicts:
-        show(source, rung, conflict)
-    return 1 if conflicts else 0
+    said = {rung: "not reached" for rung in RUNGS if rung != args.rung}
+    blocks = []
+    for rung, there, merged, conflicts in list(carry(args.rung, before, after)):
+        if conflicts:
+            said[rung] = f"conflict at line {conflicts[0][0]}"
+            blocks += [f"\n{rung}/train-llm.py:{line}\n{block}" for line, block in conflicts]
+        elif merged == there:
+            said[rung] = "unchanged"
+        else:
+            said[rung] = "applied"
+            script(rung).write_text(merged, encoding="utf-8")
+    for rung, what in said.items():
+        print(f"{rung}: {what}")
+    print("".join(blocks), end="")
+    return 1 if blocks else 0
 
 
 if __name__ == "__main__":

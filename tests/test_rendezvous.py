@@ -359,23 +359,30 @@ def test_a_watcher_that_is_the_child_of_its_agent_does_not_end_itself(start):
     command = f"'{sys.executable}' '{SCRIPT}' watch {flags} --agent $$ & exec sleep {TIMEOUT}"
     agent = start("bash", "-c", command)
     assert agent.wait(TIMEOUT) == -signal.SIGTERM
+    ended = time.monotonic()
     # Reads to the end, which is there once the watcher has ended too.
     result = finish(agent)
+    assert time.monotonic() - ended < rendezvous.TERMINATE_TIMEOUT / 2, "it has waited for itself"
     assert result.err.count("run.sh: error: no answer from the store") == 1
     assert "Traceback" not in result.err
 
 
 @pytest.mark.slow
 def test_the_watcher_bears_an_absence_shorter_than_the_timeout(start):
+    """The timeout counts from the last answer, not from the start of the watcher."""
+    timeout = 30
     agent = start("sleep", TIMEOUT)
-    store, port = start_store(start)
-    flags = ("--host", "127.0.0.1", "--port", port, "--timeout", TIMEOUT, "--agent", agent.pid)
-    watcher = start_command(start, "watch", *flags)
-    time.sleep(2)
-    end_process(store)
-    time.sleep(2 * rendezvous.WATCH_INTERVAL)
+    port = free_port()
+    flags = ("--host", "127.0.0.1", "--port", port, "--timeout", timeout, "--agent", agent.pid)
     with listening(port):
-        time.sleep(2 * rendezvous.WATCH_INTERVAL)
+        watcher = start_command(start, "watch", *flags)
+        time.sleep(timeout + 2)
+
+    # At least one connection fails in this time.
+    time.sleep(rendezvous.WATCH_INTERVAL + 3)
+
+    with listening(port):
+        time.sleep(rendezvous.WATCH_INTERVAL + 3)
         assert agent.poll() is None
         assert watcher.poll() is None
 

@@ -348,8 +348,8 @@ def main(args):
         progress.note(step)
         log.lap("log")
 
-        # Checkpoint: model and optimizer, and what else is needed to resume. The loop waits until it is
-        # copied. The copy is written in the background, and its times are logged when that is done.
+        # Checkpoint: model and optimizer, and what else is needed to resume. The loop waits until
+        # they are copied. The copy is written in the background. Its times are logged after that.
         stopping = num_stopping > 0 and step < total_steps
         if run_dir and (step == total_steps or step % args.ckpt_freq == 0 or stopping):
             values = {

@@ -170,7 +170,10 @@ class RunLog:
                 online=not self.comet_offline,
                 experiment_config=config,
             )
-            self.comet.log_parameters(self.flags | self.run_info)
+            versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+            stage = Path(sys.argv[0]).resolve().parent.name
+            ours = {"stage": stage, "world_size": WORLD_SIZE, **versions, **self.run_info}
+            self.comet.log_parameters({**self.flags, **ours})
         except Exception as error:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 

@@ -226,9 +226,9 @@ def main(args):
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
             # To average the gradients once per step is enough: in the backward pass of the last
-            # micro-batch. (`with model.no_sync():` sets the same attribute.)
+            # micro-batch.
             is_last = i == len(micro_batches) - 1
-            model.require_backward_grad_sync = is_last
+            model.require_backward_grad_sync = is_last  # what `with model.no_sync():` sets, too
 
             with autocast():
                 loss = loss_sum(model, input_ids, targets)

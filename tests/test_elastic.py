@@ -149,10 +149,10 @@ def test_the_node_of_rank_0_dies(curve, tmp_path):
 def test_the_node_that_keeps_the_store_dies(curve, tmp_path):
     """The other ends with an error, in a bounded time. The job is started again, and goes on."""
     with job(tmp_path, keep=False) as start:
-        keeper, other = start("A", *named(tmp_path), rank=0), start("B", *named(tmp_path))
-        until_world(tmp_path, 2, keeper, other)
-        advance(tmp_path, INTERVAL + 5, keeper, other)
-        keeper.kill()
+        first, other = start("A", *named(tmp_path), rank=0), start("B", *named(tmp_path))
+        until_world(tmp_path, 2, first, other)
+        advance(tmp_path, INTERVAL + 5, first, other)
+        first.kill()
         assert other.wait() != 0
         nodes = start("C", *named(tmp_path), rank=0), start("D", *named(tmp_path))
         until_world(tmp_path, 2, *nodes)

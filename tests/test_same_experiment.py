@@ -108,8 +108,8 @@ MUTANTS = {
     "mean of means": (
         "02-ddp",
         (
-            "        dist.all_reduce(num_targets)  # the sum",
-            "        num_targets *= 2  # the sum",
+            "        dist.all_reduce(num_targets)  # a CPU tensor",
+            "        num_targets *= 2  # a CPU tensor",
         ),
     ),
     "sum instead of mean over ranks": ("02-ddp", ("loss * world_size / num", "loss / num")),
@@ -185,7 +185,7 @@ COUNT_GATHERS = """    calls = []
     setattr(dist, name, counted)
 """
 EVERY = {
-    "02-ddp": ("model.require_backward_grad_sync = is_last", "pass"),
+    "02-ddp": ("model.require_backward_grad_sync = is_last  # what", "pass  # what"),
     "03-fsdp": ("model.set_requires_gradient_sync(is_last)", "pass"),
 }
 EVERY["04-compression"] = EVERY["03-fsdp"]
@@ -216,7 +216,7 @@ def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve)
     """--no-reshard-after-forward: the same bits, and of 4 micro-batches one gather for each of 3
     blocks and the root. Without it a block is gathered for each forward and each backward."""
     flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "8", "-b", "1")
-    place = "    for step in range(start + 1, total_steps + 1):\n"
+    place = "    for step in range(last_step + 1, total_steps + 1):\n"
     ends = "        metrics = {}\n"
     say = '        say(f"calls {len(calls)}")\n'
     edits = [(place, COUNT_GATHERS + place), (ends, say + ends)]

@@ -99,6 +99,11 @@ INPUTS = [
     ),
     ("-m only-an-index", "--model-name only-an-index: FileNotFoundError: No such file "),
     ("-m bad-sizes", "--model-name bad-sizes: "),
+    (
+        "-m no-vocabulary",
+        "--model-name no-vocabulary: ValueError: Couldn't instantiate the backend tokenizer from "
+        "one of: (1) a `tokenizers` library serialization file, ",
+    ),
     ("-m strange-activation", "--model-name strange-activation: KeyError: 'foo'"),
     ("-d script.py", "--dataset-name script.py: RuntimeError: Dataset scripts are no longer "),
     ("-d numbers-as-ids.jsonl", "--dataset-name numbers-as-ids.jsonl: TypeError: "),
@@ -154,6 +159,9 @@ def inputs(tmp_path_factory):
         (folder / name / "config.json").write_text(json.dumps(llama.to_dict() | more))
     (folder / "script.py").write_text("")
     (folder / "numbers-as-ids.jsonl").write_text('{"input_ids": 3}\n' * 50)
+    llama.save_pretrained(folder / "no-vocabulary")
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "no-vocabulary" / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     llama.save_pretrained(folder / "half-a-download")
     (folder / "half-a-download" / "model.safetensors").write_bytes(weights.read_bytes()[:-4])
     return folder

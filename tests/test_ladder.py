@@ -141,7 +141,8 @@ def test_the_readme_has_the_true_counts_and_measurements():
         if below:
             assert cells[3] == str(changed_lines(below, rung))
         measured = json.loads((ROOT / "outputs" / "measured" / "picture.json").read_text())["rows"]
-        assert cells[4:] == next(row[4:] for row in measured if row[0].startswith(rung[:2]))
+        rows = [row[4:] for row in measured if row[0].startswith(rung[:2])]
+        assert cells[4:] == (rows[0] if rows else ["–", "–", "–"])
 
 
 def test_tables_in_prose_are_those_that_were_measured():

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from conftest import ROOT, metrics
 
-MEASURED = ROOT / "outputs" / "measured"
+MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
 RUNG_01, RUNG_02, RUNG_03 = "01-single-gpu", "02-ddp", "03-fsdp"
 RUNG_04, RUNG_05 = "04-compression", "05-multinode"
 GPU = torch.cuda.is_available()

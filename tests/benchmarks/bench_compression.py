@@ -1,12 +1,14 @@
 """Measures rung 04: bytes, slow links, encoding, loss. Controls and what was tried and left out."""
 
+import itertools
 import json
+import math
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from bench_common import (
+    GPU,
     MEASURED,
     RUNG_02,
     RUNG_04,
@@ -25,130 +28,145 @@ from bench_common import (
     write_model,
 )
 from conftest import load, metrics
+from torch.distributed.fsdp import FSDPModule
 
-# How often the hook is called in a step of the models here.
-BLOCKS_AND_ROOT = 6 + 1
+# Patches of rung 04: each changes its GradientCompressor.
 
 
 def silent(module, _):
     """Gradients stay at home: what else a run sends."""
-
-    module.average = lambda gradient, **how: None
+    module.GradientCompressor.__call__ = lambda self, gradient: None
 
 
 def each(choose):
-    """Makes a patch: places that `choose` chooses for each chunk, in the place of common ones."""
+    """Makes a patch: indices that `choose` chooses for each chunk, in the place of common ones.
+
+    `choose` gets the compressor and the chunks, (n, chunk) fp32, and returns a mask of their shape
+    with as many values on each replica."""
 
     def patch(module, _):
-        calls, dense = Counter(), module.average
+        start_step = module.GradientCompressor.start_step
 
-        def average(gradient, *, group, mode, wire, chunk, places, lap, traffic):
-            step = 1 + calls["all"] // BLOCKS_AND_ROOT
-            calls["all"] += 1
-            if mode == "none":
-                return dense(gradient, group, mode, wire, chunk, places, lap, traffic)
-            lap("backward")
-            traffic["dense"] += 2 * (group.size() - 1) / group.size() * gradient.nbytes
-            rows = F.pad(gradient, (0, -len(gradient) % chunk)).view(-1, chunk)
-            if mode == "dct":
-                rows = rows @ module.dct_basis(chunk, gradient.device).T
-            mask = choose(rows, len(places), step, group, lap, traffic)
-            module.chosen = mask.flatten().nonzero().flatten()
-            mean = module.exchange(rows.flatten()[module.chosen], group, wire, lap, traffic)
-            rows = torch.zeros_like(rows).flatten().index_copy_(0, module.chosen, mean)
-            rows = rows.view(-1, chunk)
-            if mode == "dct":
-                rows = rows @ module.dct_basis(chunk, gradient.device)
-            gradient.copy_(rows.flatten()[: len(gradient)])
-            lap("encode")
+        def start_and_note(self, step, device):
+            start_step(self, step, device)
+            self.step = step
 
-        module.average = average
+        def average_chosen(self, gradient):
+            padding = -len(gradient) % self.chunk
+            rows = F.pad(gradient, (0, padding)).view(-1, self.chunk)
+            if self.mode == "dct":
+                rows = rows @ module.dct_basis(self.chunk, gradient.device).T
+            if not replays(self):
+                self.chosen = choose(self, rows).flatten().nonzero().flatten()
+            mean = self.average(rows.flatten()[self.chosen])
+            rows = torch.zeros_like(rows).flatten().index_copy_(0, self.chosen, mean)
+            rows = rows.view(-1, self.chunk)
+            if self.mode == "dct":
+                rows = rows @ module.dct_basis(self.chunk, gradient.device)
+            return rows.flatten()[: len(gradient)]
+
+        module.GradientCompressor.start_step = start_and_note
+        module.GradientCompressor.average_subset = average_chosen
 
     return patch
 
 
-def largest(rows, k, step, group, lap, traffic):
-    """Where one replica has its `k` largest of each chunk, which it tells by a bit a value. The
+def largest(compressor, rows):
+    """Where one replica has the largest of each chunk, which it tells by a bit a value. The
     replicas lead in turn. Source: CLT-k of ScaleCom, arXiv:2104.11125."""
-    mask, leader = torch.zeros_like(rows, dtype=torch.uint8), step % group.size()
+    group = compressor.group
+    leader = compressor.step % group.size()
+    mask = torch.zeros_like(rows, dtype=torch.uint8)
     if group.rank() == leader:
-        mask.scatter_(1, rows.abs().topk(k, sorted=False).indices, 1)
+        indices = rows.abs().topk(compressor.num_kept, sorted=False).indices
+        mask.scatter_(1, indices, 1)
     powers = 2 ** torch.arange(8, dtype=torch.uint8)
     packed = (mask.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
-    lap("encode")
+    compressor.lap("encode")
+
     dist.broadcast(packed, group=group, group_src=leader)
-    lap("travel")
-    traffic["sent"] += (group.size() - 1) / group.size() * packed.nbytes
+    compressor.lap("communicate")
+    compressor.bytes_sent += (group.size() - 1) / group.size() * packed.nbytes
     return (packed[:, None] & powers).view_as(rows)
 
 
 DRAW = torch.Generator().manual_seed(0)
 
 
-def lowest(rows, k, step, group, lap, traffic):
+def lowest(compressor, rows):
     """The classical truncation: the lowest frequencies, always the same ones."""
-    return torch.arange(rows.shape[1]).expand_as(rows) < k
+    return torch.arange(rows.shape[1]).expand_as(rows) < compressor.num_kept
 
 
-def common(rows, k, step, group, lap, traffic):
-    """The same places for all chunks."""
-    places = torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(step))
-    return torch.isin(torch.arange(rows.shape[1]), places[:k]).expand_as(rows)
+def common(compressor, rows):
+    """The same indices for all chunks."""
+    generator = torch.Generator().manual_seed(compressor.step)
+    indices = torch.randperm(rows.shape[1], generator=generator)[: compressor.num_kept]
+    return torch.isin(torch.arange(rows.shape[1]), indices).expand_as(rows)
 
 
-def drawn(rows, k, step, group, lap, traffic):
-    """Places drawn anew for each chunk."""
-    chosen = torch.rand(rows.shape, generator=DRAW).topk(k).indices
-    return torch.zeros(rows.shape).scatter_(1, chosen, 1)
+def drawn(compressor, rows):
+    """Indices drawn anew for each chunk."""
+    indices = torch.rand(rows.shape, generator=DRAW).topk(compressor.num_kept).indices
+    return torch.zeros(rows.shape).scatter_(1, indices, 1)
 
 
 def feedback(module, decay):
     """What a rank did not send, times `decay`, is added to its next gradient of the same module."""
-    residuals, own = {}, {}
-    average, exchange = module.average, module.exchange
-    hook = module.fsdp.FSDPModule.set_all_reduce_hook
+    residuals = {}
+    call = module.GradientCompressor.__call__
+    average = module.GradientCompressor.average
+    set_hook = FSDPModule.set_all_reduce_hook
 
-    def hook_with_key(self, function):
-        hook(self, partial(function, key=id(self)))
+    def set_hook_with_key(self, hook):
+        set_hook(self, partial(hook, key=id(self)))
 
-    def exchange_and_note(values, group, wire, lap, traffic):
-        padded = F.pad(values, (0, -len(values) % 256))
-        own["values"] = module.from_bytes(module.to_bytes(padded, wire), wire)[: len(values)]
-        return exchange(values, group, wire, lap, traffic)
+    def average_and_note(self, values):
+        rows = module.encode(F.pad(values, (0, -len(values) % 256)), self.wire_dtype)
+        self.own = module.decode(rows, self.wire_dtype)[: len(values)]
+        return average(self, values)
 
-    def average_with_feedback(gradient, *, key, mode, chunk, places, **how):
-        if mode == "none":
-            return average(gradient, mode=mode, chunk=chunk, places=places, **how)
+    def call_with_feedback(self, gradient, *, key):
+        if self.mode == "none":
+            call(self, gradient)
+            return
         if key in residuals:
             gradient += float(decay) * residuals[key]
         given = gradient.clone()
-        average(gradient, mode=mode, chunk=chunk, places=places, **how)
-        sent = own["values"]
-        if mode in ("dct", "randk"):
-            size = -(-len(given) // chunk) * chunk
-            row = torch.arange(size // chunk)[:, None]
-            shifted = row * chunk + (places + (row * 2654435761 >> 16)) % chunk
-            chosen = getattr(module, "chosen", shifted.flatten())
-            sent = torch.zeros(size).index_copy_(0, chosen, sent).view(-1, chunk)
-        if mode == "dct":
-            sent = sent @ module.dct_basis(chunk, gradient.device)
-        residuals[key] = given - sent.flatten()[: len(given)]
+        call(self, gradient)
+        residuals[key] = given - sent_by_this_rank(self, given)
 
-    module.fsdp.FSDPModule.set_all_reduce_hook = hook_with_key
-    module.exchange, module.average = exchange_and_note, average_with_feedback
+    FSDPModule.set_all_reduce_hook = set_hook_with_key
+    module.GradientCompressor.average = average_and_note
+    module.GradientCompressor.__call__ = call_with_feedback
+
+
+def sent_by_this_rank(compressor, gradient):
+    """What the replicas would have got from this rank alone of the gradient averaged last."""
+    if compressor.mode not in ("randk", "dct"):
+        return compressor.own
+    compressor.average = lambda values: compressor.own  # hides the method: nothing is sent
+    sent = compressor.average_subset(gradient)
+    del compressor.average
+    return sent
+
+
+def replays(compressor):
+    """Whether `sent_by_this_rank` is at work: then indices must be those of before."""
+    return "average" in vars(compressor)
 
 
 def warmup(module, steps):
     """Dense for the first `steps`."""
-    average, calls = module.average, Counter()
+    start_step = module.GradientCompressor.start_step
 
-    def dense_first(gradient, *, mode, **how):
-        calls["all"] += 1
-        average(
-            gradient, mode="none" if calls["all"] <= BLOCKS_AND_ROOT * int(steps) else mode, **how
-        )
+    def start_dense(self, step, device):
+        start_step(self, step, device)
+        if step == 1:
+            self.mode_after_warmup = self.mode
+        self.mode = "none" if step <= int(steps) else self.mode_after_warmup
 
-    module.average = dense_first
+    module.GradientCompressor.start_step = start_dense
 
 
 def power_sgd(module, value):
@@ -157,14 +175,16 @@ def power_sgd(module, value):
     Source: Vogels et al., arXiv:1905.13727."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
-    rank, warmup = map(int, value.split("/"))
-    how = {"matrix_approximation_rank": rank, "start_powerSGD_iter": warmup}
-    state = power.PowerSGDState(None, **how)
-    wrap, close = module.DistributedDataParallel, module.RunLog.close
+    rank, dense_steps = map(int, value.split("/"))
+    state = power.PowerSGDState(
+        None, matrix_approximation_rank=rank, start_powerSGD_iter=dense_steps
+    )
+    wrap = module.DistributedDataParallel
+    close = module.RunLog.close
 
-    def wrapped(model, **how):
+    def wrapped(model, **options):
         # One bucket: those of several mix up their collectives on gloo, and the run aborts.
-        model = wrap(model, bucket_cap_mb=10_000, **how)
+        model = wrap(model, bucket_cap_mb=10_000, **options)
         model.register_comm_hook(state, power.powerSGD_hook)
         return model
 
@@ -172,7 +192,8 @@ def power_sgd(module, value):
         module.say(f"PowerSGD sent 1/{state.compression_stats()[0]:.2f} of the values")
         close(log)
 
-    module.DistributedDataParallel, module.RunLog.close = wrapped, close_and_say
+    module.DistributedDataParallel = wrapped
+    module.RunLog.close = close_and_say
 
 
 def fp16_hook(module, _):
@@ -181,18 +202,25 @@ def fp16_hook(module, _):
 
     wrap = module.DistributedDataParallel
 
-    def wrapped(model, **how):
-        model = wrap(model, **how)
+    def wrapped(model, **options):
+        model = wrap(model, **options)
         model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
         return model
 
     module.DistributedDataParallel = wrapped
 
 
-PATCHES = {"silent": silent, "warmup": warmup, "feedback": feedback}
-PATCHES |= {"largest": each(largest), "low": each(lowest)}
-PATCHES |= {"common": each(common), "drawn": each(drawn)}
-PATCHES |= {"powersgd": power_sgd, "fp16": fp16_hook}
+PATCHES = {
+    "silent": silent,
+    "warmup": warmup,
+    "feedback": feedback,
+    "largest": each(largest),
+    "low": each(lowest),
+    "common": each(common),
+    "drawn": each(drawn),
+    "powersgd": power_sgd,
+    "fp16": fp16_hook,
+}
 
 
 def small_steps(folder, steps):
@@ -203,7 +231,7 @@ def small_steps(folder, steps):
     return [*flags, "--device", "cpu"]
 
 
-# Ways to compress: --compression, --wire-dtype, --dct-keep.
+# Ways to compress: --compression, --wire-dtype, --keep-ratio.
 COMPRESSIONS = {
     "none": ("none", "fp32", 1),
     "bf16": ("bf16", "fp32", 1),
@@ -218,9 +246,9 @@ COMPRESSIONS = {
 
 
 def flags_of(way):
-    mode, wire_dtype, keep = COMPRESSIONS[way]
+    mode, wire_dtype, keep_ratio = COMPRESSIONS[way]
     flags = ["--shard-size", 1, "--compression", mode, "--wire-dtype", wire_dtype]
-    return [*flags, "--keep", keep]
+    return [*flags, "--keep-ratio", keep_ratio]
 
 
 def wire():
@@ -248,19 +276,28 @@ DDP = "rung 02, DDP in fp32"
 
 
 def link():
-    """Time of a step on slow links: median over steps, ratios to DDP on the same link."""
-    modes = {DDP: (RUNG_02, None, ())}
-    modes |= {"rung 02, PyTorch's fp16 hook": (RUNG_02, "fp16", ())}
-    modes |= {"rung 02, PyTorch's PowerSGD, rank 16": (RUNG_02, "powersgd=16/2", ())}
-    modes |= {f"rung 04, {way}": (RUNG_04, None, flags_of(way)) for way in COMPRESSIONS}
+    """Time of a step on slow links: median over steps, ratios to DDP on the same link.
+
+    Prints for each way to compress from which speed of a link on it is too slow."""
+    modes = {
+        DDP: (RUNG_02, None, ()),
+        "rung 02, PyTorch's fp16 hook": (RUNG_02, "fp16", ()),
+        "rung 02, PyTorch's PowerSGD, rank 16": (RUNG_02, "powersgd=16/2", ()),
+    }
+    for way in COMPRESSIONS:
+        modes[f"rung 04, {way}"] = (RUNG_04, None, flags_of(way))
+
     seconds = {}
     for mbit in SPEEDS:
         with tempfile.TemporaryDirectory() as folder, two_nodes(mbit) as names:
             for mode, (rung, patch, flags) in modes.items():
                 lines, _ = run_on(names, rung, patch, [*small_steps(folder, 8), *flags])
-                times = [line["time/total_ms"] / 1000 for line in lines[3:]]
-                seconds[mode, mbit] = statistics.median(times)
+                line = medians(lines[3:])
+                seconds[mode, mbit] = line["time/total_ms"] / 1000
                 print(mode, mbit, round(seconds[mode, mbit], 3), flush=True)
+                if line.get("comm/encode_ms"):
+                    say_break_even(mode, break_even_mbit(line, hidden_ms=0.0))
+
     rows = []
     for mode in modes:
         row = [mode]
@@ -272,6 +309,48 @@ def link():
     for mbit in SPEEDS:
         head += [f"s per step, {mbit} Mbit/s", "speed of DDP"]
     report("link", head, rows)
+
+
+def medians(lines):
+    """Of each metric that all lines have, its median."""
+    names = set.intersection(*(set(line) for line in lines))
+    return {name: statistics.median(line[name] for line in lines) for name in names}
+
+
+def break_even_mbit(line, hidden_ms):
+    """The speed of a link in Mbit/s below which a run's compression beats none, from its log.
+
+    At speed v, none takes uncompressed / v, and compression sent / v + encode_ms. The backward
+    hides `hidden_ms` of the sending."""
+    sent = line["comm/bytes_per_step"]
+    uncompressed = sent * line["comm/compression_ratio"]
+    encode_ms = line["comm/encode_ms"]
+    bytes_per_ms = min((uncompressed - sent) / encode_ms, uncompressed / (hidden_ms + encode_ms))
+    return max(0.0, 0.008 * bytes_per_ms)
+
+
+def say_break_even(mode, mbit):
+    print(f"{mode} beats none on links of less than {mbit:,.0f} Mbit/s per rank", flush=True)
+
+
+def break_even(run_dir, processes):
+    """Says it for a run of rung 04, of so many processes, by the last line of its log.
+
+    On a GPU the backward of a step's last micro-batch, which takes twice its forward, hides that
+    much of the sending. Whether it was on a GPU is what this machine would do."""
+    run_dir = Path(run_dir)
+    words = [shlex.split(line) for line in (run_dir / "flags.txt").read_text().splitlines()]
+    flags = {flag: values[0] for flag, *values in words if values}
+    lines = [line for line in metrics(run_dir).values() if line.get("comm/encode_ms")]
+    if not lines:
+        sys.exit(f"{run_dir}: its log has no time of encoding, so nothing was compressed")
+
+    hidden_ms = 0.0
+    if GPU and flags.get("--device") != "cpu":
+        sequences_per_rank = math.ceil(int(flags["--global-batch-size"]) / int(processes))
+        micro_batches = math.ceil(sequences_per_rank / int(flags["--batch-size"]))
+        hidden_ms = 2 * lines[-1]["time/forward_ms"] / micro_batches
+    say_break_even(flags["--compression"], break_even_mbit(lines[-1], hidden_ms))
 
 
 def encode():
@@ -290,26 +369,27 @@ def encode():
             torch.cuda.synchronize()
         laps.append((phase, time.perf_counter()))
 
+    def copy_once(gradient):
+        lap("backward")
+        gradient.clone()
+        lap("encode")
+
     seconds = {}
     for way in ["copy", *list(COMPRESSIONS)[1:]]:
+        work = copy_once
+        if way != "copy":
+            mode, wire_dtype, keep_ratio = COMPRESSIONS[way]
+            work = module.GradientCompressor(
+                dist.group.WORLD, mode, keep_ratio, 256, wire_dtype, lap
+            )
         times = []
-        for _ in range(12):
+        for step in range(12):
+            if way != "copy":
+                work.start_step(step, device)
             laps.clear()
-            if way == "copy":
-                lap("backward")
-                gradient.clone()
-                lap("encode")
-            else:
-                mode, wire_dtype, keep = COMPRESSIONS[way]
-                places = torch.randperm(256)[: round(256 * keep)].to(device)
-                how = (mode, wire_dtype, 256, places, lap, Counter())
-                module.average(gradient.clone(), dist.group.WORLD, *how)
-            spent = [
-                now - before
-                for (_, before), (phase, now) in zip(laps, laps[1:], strict=False)
-                if phase == "encode"
-            ]
-            times.append(sum(spent))
+            work(gradient.clone())
+            phases = itertools.pairwise(laps)
+            times.append(sum(now - last for (_, last), (phase, now) in phases if phase == "encode"))
         seconds[way] = statistics.median(times[2:])
     rows = []
     for way, spent in seconds.items():
@@ -324,7 +404,7 @@ def encode():
 # otherwise: a mode that takes smaller steps gains there.
 LR, HIGH_LR = 5e-4, 1e-3
 SWEEP = (2.5e-4, 3.5e-4, LR, 7e-4, HIGH_LR)
-# Name: patches (see above), --compression, --wire-dtype, --keep; seeds at LR, seeds at HIGH_LR.
+# Name: patches (see above), --compression, --wire-dtype, --keep-ratio; seeds at LR, at HIGH_LR.
 MODES = {
     "dense": (None, "none", "fp32", 1, 2, 2),
     "bf16": (None, "bf16", "fp32", 1, 1, 1),
@@ -377,7 +457,7 @@ def loss():
 
 def train(mode, seed, lr):
     """One run of `loss`: its evaluation at the end and what it sent."""
-    patch, compression, wire_dtype, keep, *_ = MODES[mode]
+    patch, compression, wire_dtype, keep_ratio, *_ = MODES[mode]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
         model = write_model(Path(folder, "model"), **sizes)
@@ -388,7 +468,7 @@ def train(mode, seed, lr):
         if compression:
             rung = RUNG_04
             flags += ["--shard-size", 1, "--compression", compression]
-            flags += ["--wire-dtype", wire_dtype, "--keep", keep]
+            flags += ["--wire-dtype", wire_dtype, "--keep-ratio", keep_ratio]
         command = torchrun(["--standalone", "--nproc-per-node", 4], rung, patch, flags)
         run = subprocess.run(command, env=environment(), capture_output=True, text=True)
         if run.returncode:

@@ -15,7 +15,6 @@ import nodes
 import psutil
 from bench_common import (
     GPU,
-    MEASURED,
     RUNG_01,
     RUNG_02,
     RUNG_03,
@@ -186,7 +185,9 @@ def scaling():
             "two runs of rung 01": lambda: run_side_by_side(how),
             "rung 02": lambda: run_rung(how, RUNG_02, 2),
             "rung 03": lambda: run_rung(how, RUNG_03, 2),
-            "rung 03 --keep-gathered": lambda: run_rung(how, RUNG_03, 2, "--keep-gathered"),
+            "rung 03 --no-reshard-after-forward": lambda: run_rung(
+                how, RUNG_03, 2, "--no-reshard-after-forward"
+            ),
             "accelerate, DDP": lambda: run_peer(how, "accelerated", 2),
             "accelerate, FSDP2": lambda: run_peer(how, "accelerated", 2, fsdp=True),
         }
@@ -194,7 +195,7 @@ def scaling():
         for name in ("accelerate, DDP", "accelerate, FSDP2"):
             must_agree(results["rung 02"][0], results[name][0]["losses"])
         pairs = [("rung 02", "two runs of rung 01"), ("rung 02", "accelerate, DDP")]
-        pairs += [("rung 03", "rung 02"), ("rung 03 --keep-gathered", "rung 02")]
+        pairs += [("rung 03", "rung 02"), ("rung 03 --no-reshard-after-forward", "rung 02")]
         pairs += [("rung 03", "accelerate, FSDP2")]
         for name, other in pairs:
             rows.append(["4 of 512 tokens", name, other, rate(results, name)])
@@ -444,7 +445,7 @@ def traced(module, _):
         trace.stop()
         if int(os.environ["RANK"]) == 0:
             rung = Path(sys.argv[0]).parent.name
-            path = MEASURED.parent / f"profile-{rung}.json"
+            path = ROOT / "outputs" / f"profile-{rung}.json"
             trace.export_chrome_trace(str(path))
             key = "self_cuda_time_total" if GPU else "self_cpu_time_total"
             print(trace.key_averages().table(sort_by=key, row_limit=20))

@@ -1,6 +1,6 @@
 """Measures what the README and the chapters quote. Each command prints a table and writes it, and
-the same as JSON with the machine, to outputs/measured. Timings are ratios within one command on one
-machine, contenders in turn.
+the same as JSON with the machine, to outputs/measured (to another folder, if MEASURED names one).
+Timings are ratios within one command on one machine, contenders in turn.
 
     python tests/benchmarks/benchmark.py COMMAND
 
@@ -20,14 +20,16 @@ machine, contenders in turn.
     picture     losses, speed, memory and bytes of all rungs side by side
     all         all of the above, two hours
     loss        final loss of each way to compress gradients, two hours
+    tabulate    the tables and the plot of what `loss` has measured so far
     profile 03-fsdp  a torch.profiler trace of a rung, to outputs/
+    break-even outputs/NAME 2  the speed of a link below which compression makes a run faster, from
+                               the log of a run of rung 04: its folder and number of processes
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link` and `picture` need Linux, root,
 and `ip` and `tc` (Debian: iproute2).
 """
 
 import sys
-import time
 from pathlib import Path
 
 # When this is started as a script: where conftest.py is, and what is in tests/support.
@@ -38,8 +40,7 @@ import bench_compression
 import bench_paper
 import bench_picture
 import bench_speed
-import torch.distributed as dist
-from bench_common import MEASURED
+from bench_common import MEASURED, RUNG_01
 from conftest import ROOT, load
 
 PATCHES = bench_compression.PATCHES | bench_speed.PATCHES
@@ -52,37 +53,48 @@ def worker(rung, patches, flags):
         name, _, value = patch.partition("=")
         PATCHES[name](module, value)
     sys.argv = [str(ROOT / rung / "train-llm.py"), *flags]
-    module.main(*module.parse_args())
-    if rung == "01-single-gpu":
-        return
-    module.gc.collect()
-    dist.barrier()
-    time.sleep(0.2)
-    dist.destroy_process_group()
+    module.main(module.parse_args())
+    if rung != RUNG_01:
+        module.shut_down()
 
 
 def everything():
+    apart = ("all", "loss", "tabulate", *ARGUMENTS)
     for name, command in COMMANDS.items():
-        if name not in ("all", "loss", "tabulate", "profile"):
+        if name not in apart:
             print(f"## {name}", flush=True)
             command()
 
 
-COMMANDS = {"single": bench_speed.single, "scaling": bench_speed.scaling}
-COMMANDS |= {"world": bench_speed.world_of_one, "memory": bench_speed.memory}
-COMMANDS |= {"start": bench_speed.start, "timers": bench_speed.timers}
-COMMANDS |= {"checkpoint": bench_speed.checkpoint, "recovery": bench_speed.recovery}
-COMMANDS |= {"levers": bench_speed.levers, "wire": bench_compression.wire}
-COMMANDS |= {"link": bench_compression.link, "encode": bench_compression.encode}
-COMMANDS |= {"scale": bench_paper.on_paper, "picture": bench_picture.picture}
-COMMANDS |= {"loss": bench_compression.loss, "tabulate": bench_compression.tabulate}
-COMMANDS |= {"profile": bench_speed.profile, "all": everything}
+COMMANDS = {
+    "single": bench_speed.single,
+    "scaling": bench_speed.scaling,
+    "world": bench_speed.world_of_one,
+    "memory": bench_speed.memory,
+    "start": bench_speed.start,
+    "timers": bench_speed.timers,
+    "checkpoint": bench_speed.checkpoint,
+    "recovery": bench_speed.recovery,
+    "levers": bench_speed.levers,
+    "wire": bench_compression.wire,
+    "link": bench_compression.link,
+    "encode": bench_compression.encode,
+    "scale": bench_paper.on_paper,
+    "picture": bench_picture.picture,
+    "loss": bench_compression.loss,
+    "tabulate": bench_compression.tabulate,
+    "profile": bench_speed.profile,
+    "break-even": bench_compression.break_even,
+    "all": everything,
+}
+# How many words follow these commands. The others stand alone.
+ARGUMENTS = {"profile": 1, "break-even": 2}
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:] or [""]
     if name == "worker":
         worker(rest[0], rest[1], rest[2:])
-    elif name in COMMANDS and len(rest) == (name == "profile"):
+    elif name in COMMANDS and len(rest) == ARGUMENTS.get(name, 0):
         MEASURED.mkdir(exist_ok=True)
         COMMANDS[name](*rest)
     else:

@@ -36,7 +36,6 @@ from conftest import FAULTS, ROOT, end, load
 from datasets.distributed import split_dataset_by_node
 from nodes import free_port
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -59,7 +58,8 @@ def fit(model, optimizer, first, steps):
     order = np.random.default_rng((0, 0)).permutation(len(train))
     losses = []
     for step in range(first, first + steps):
-        [(ids, targets)], num_targets = rung.batches(train, order[4 * step : 4 * step + 4], 4, CPU)
+        indices = order[4 * step : 4 * step + 4]
+        [(ids, targets)], num_targets = rung.make_micro_batches(train, indices, 4, CPU)
         optimizer.zero_grad()
         loss = rung.loss_sum(model, ids, targets) / num_targets
         loss.backward()
@@ -94,7 +94,7 @@ def token_mean():
     short answer more weight than one of a long answer. Sources: transformers#34191, #34373."""
     rung, config, train, _ = tiny()
     model = rung.load_model(config, None, "auto", 0)
-    [(ids, targets)], _ = rung.batches(train, range(8), 8, CPU)
+    [(ids, targets)], _ = rung.make_micro_batches(train, range(8), 8, CPU)
     prompts = [60, 20, 50, 58, 61, 4, 35, 57]
     for row, prompt in enumerate(prompts):
         targets[row, :prompt] = -100
@@ -461,7 +461,7 @@ def dct_truncation():
     model = rung.load_model(config, None, "auto", 0)
     fit(model, adamw(model), 0, 30)
     model.zero_grad()
-    [(ids, targets)], num_targets = rung.batches(train, range(32), 32, CPU)
+    [(ids, targets)], num_targets = rung.make_micro_batches(train, range(32), 32, CPU)
     (rung.loss_sum(model, ids, targets) / num_targets).backward()
     gradient = flat_gradient(model)
     gradient = gradient[: len(gradient) // 256 * 256]
@@ -486,7 +486,7 @@ def dct_truncation():
             "no transform, the largest half, fp32, and a bit each for where": rows * large,
         }
         for wire in ("bf16", "int8", "int4"):
-            values = four.from_bytes(four.to_bytes(signal_, wire), wire)
+            values = four.decode(four.encode(signal_, wire), wire)
             decoded[f"no transform, all values, {wire}"] = values.view_as(rows)
         for way, values in decoded.items():
             errors[way, name] = ((values - rows).norm() / rows.norm()).item()
@@ -495,7 +495,7 @@ def dct_truncation():
         wire = way.rpartition(" ")[2]
         size = 2.125 if "where" in way else 2.0
         if wire in ("bf16", "int8", "int4"):
-            size = four.to_bytes(gradient, wire).nbytes / len(gradient)
+            size = four.encode(gradient, wire).nbytes / len(gradient)
         pair = [errors[way, name] for name in ("gradient", "smooth")]
         pair = [f"{error:.2f}" if error > 0.1 else f"{error:.1g}" for error in pair]
         rows.append([way, f"{size:.2f}", *pair])
@@ -567,12 +567,12 @@ def shards(rank, folder):
         model.to_empty(device="cpu")
         torch.manual_seed(rank if way == "own" else 0)
         if way == "dealt":
-            deal = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-            state = right.state_dict() if rank == 0 else {}
-            set_model_state_dict(model, state, options=deal)
+            rung.fill_from_rank_0(model, right if rank == 0 else None, CPU)
         else:
             model.init_weights()
-        equal, near, count = 0, 0, 0
+        equal = 0
+        near = 0
+        count = 0
         for name, parameter in model.named_parameters():
             full = parameter.full_tensor()
             if full.ndim == 2:

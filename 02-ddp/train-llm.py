@@ -94,8 +94,8 @@ def main(args):
         train_data, eval_data = load_data(
             args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
         )
-    # Then all ranks wait for the last one. That may take hours, and a collective fails after 30
-    # minutes by default, so this barrier has a process group with another timeout.
+    # Then all ranks wait for the last one. That may take hours, and a collective fails when it
+    # waits for longer than its timeout. So this barrier has a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     dist.barrier(loading_group)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))

@@ -1,4 +1,4 @@
-"""Rung 03: sharding (FSDP2). Each process keeps a part of every parameter, gradient and moment.
+"""Rung 03: sharding (FSDP2). Each process keeps a part of parameters, gradients, optimizer state.
 
 Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
@@ -101,8 +101,8 @@ def main(args):
         train_data, eval_data = load_data(
             args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
         )
-    # Then all ranks wait for the last one. That may take hours, and a collective fails after 30
-    # minutes by default, so this barrier has a process group with another timeout.
+    # Then all ranks wait for the last one. That may take hours, and a collective fails when it
+    # waits for longer than its timeout. So this barrier has a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     dist.barrier(loading_group)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
@@ -135,9 +135,9 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # A model that is too large for one GPU cannot be built there. So rank 0 builds it in the memory
-    # of its CPU, and every rank builds it on the meta device, where tensors have shapes but no
-    # storage. The second one is sharded, and then filled with the weights of the first.
+    # The model may be too large for one GPU. So every rank builds `model` on the meta device, where
+    # tensors have a shape but no storage. Rank 0 also builds `full_model`, with its weights, in the
+    # memory of its CPU. Below, `model` is sharded, and its shards get the weights of `full_model`.
     full_model = None
     if dist.get_rank() == 0:
         full_model = load_model(config, weights, args.attn, args.seed)
@@ -171,15 +171,16 @@ def main(args):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
+    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
+    # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
     # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
     # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
-    # them again for its backward pass. Then each rank receives its shard of the averaged gradient.
-    # So a GPU must hold the shards and one whole block. What is not in a block, the embeddings and
-    # the last norm, is sharded with the root module.
+    # them again for its backward pass. So besides its shards a GPU holds the parameters of a few
+    # blocks at a time. What is not in a block, the embeddings and the last norm, is sharded with
+    # the root module.
     mesh = init_device_mesh(device.type, (world_size,))
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload)
@@ -253,8 +254,9 @@ def main(args):
             # To average the gradients once per step is enough: in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
+            # Until then each rank keeps whole gradients: more memory for less communication.
             model.set_requires_gradient_sync(is_last)
-            # Parameters that stay gathered after a forward pass stay so until the step ends.
+            # With --no-reshard-after-forward they are gathered once per step, and freed here.
             model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
 
             loss = loss_sum(model, input_ids, targets)
@@ -287,7 +289,7 @@ def main(args):
             dist.all_reduce(step_loss)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
-            grad_norm = grad_norm.full_tensor()  # a DTensor: each rank has a part of it
+            grad_norm = grad_norm.full_tensor()  # a DTensor: this combines the norms of all shards
             metrics = {
                 "loss": step_loss.item() / num_targets.item(),
                 "grad_norm": grad_norm.item(),
@@ -508,15 +510,15 @@ def load_model(config, weights, attn, seed):
 def fill_from_rank_0(model, full_model, device):
     """Copies the weights of `full_model`, which only rank 0 has, to the shards of all ranks.
 
-    It would be shorter to call reset_parameters() on each rank. But then the weights would not be
-    those that the architecture starts from, and never pretrained ones."""
-    weights = full_model.state_dict() if full_model else {}
+    It would be shorter to call reset_parameters() on each rank. But that cannot load pretrained
+    weights, and its random weights are not those that transformers gives to this architecture."""
+    weights = full_model.state_dict() if full_model is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # The state dict does not have all buffers, such as the frequencies of rotary embeddings.
+    # Some buffers are not in the state dict, such as the frequencies of rotary embeddings.
     for name, buffer in list(model.named_buffers()):
-        if full_model:
+        if full_model is not None:
             buffer = full_model.get_buffer(name)
         buffer = buffer.to(device)
         dist.broadcast(buffer, src=0)
@@ -612,7 +614,7 @@ def evaluate(model, data, batch_size, device):
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
         total += loss_sum(model, input_ids, targets)
-    model.reshard()  # no backward pass follows, which would free what was gathered
+    model.reshard()  # the root module stays gathered until a backward pass, and here is none
     dist.all_reduce(total)
     dist.all_reduce(num_targets)
     loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
@@ -631,7 +633,7 @@ def sample(model, tokens, start, device):
         logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
         probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-    model.reshard()
+    model.reshard()  # as in `evaluate`
     return tokens[0]
 
 
@@ -668,7 +670,8 @@ def parse_args():
         action="store_true",
         help="gather parameters once a step: faster, more memory",
     )
-    add("--reshard-after-forward", dest="no_reshard_after_forward", action="store_false")
+    opposite = {"dest": "no_reshard_after_forward", "action": "store_false"}
+    add("--reshard-after-forward", help="the opposite, and the default", **opposite)
     add("--compile", help="torch.compile each block", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
@@ -743,7 +746,7 @@ def check_hardware(args):
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     if args.cpu_offload and args.dtype == "fp16":
-        fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
+        fail("--cpu-offload: is not supported with fp16, use bf16")
     args.dtype = args.dtype or ("bf16" if gpu else "fp32")
     if args.attn == "flash_attention_2" and not has_flash_attention(args):
         fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")

@@ -57,9 +57,10 @@ from torch.utils.checkpoint import checkpoint
 transformers.logging.set_verbosity_error()  # hides warnings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# How compressed gradients are sent: as floats, or as integers, see `encode`.
+# The data types in which compressed gradients are sent, see `encode`. For integers: the largest.
 WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIRE_INTEGERS = {"int8": 127, "int4": 7}
+ROW_LENGTH = 256  # values with a common scale
 # A run that is resumed must have the same values of these flags. All others may change, and so may
 # the hardware and the rung, as the numbered scripts of this course are called.
 EXPERIMENT_FLAGS = (
@@ -104,8 +105,8 @@ def main(args):
         train_data, eval_data = load_data(
             args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
         )
-    # Then all ranks wait for the last one. That may take hours, and a collective fails after 30
-    # minutes by default, so this barrier has a process group with another timeout.
+    # Then all ranks wait for the last one. That may take hours, and a collective fails when it
+    # waits for longer than its timeout. So this barrier has a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     dist.barrier(loading_group)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
@@ -138,9 +139,9 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # A model that is too large for one GPU cannot be built there. So rank 0 builds it in the memory
-    # of its CPU, and every rank builds it on the meta device, where tensors have shapes but no
-    # storage. The second one is sharded, and then filled with the weights of the first.
+    # The model may be too large for one GPU. So every rank builds `model` on the meta device, where
+    # tensors have a shape but no storage. Rank 0 also builds `full_model`, with its weights, in the
+    # memory of its CPU. Below, `model` is sharded, and its shards get the weights of `full_model`.
     full_model = None
     if dist.get_rank() == 0:
         full_model = load_model(config, weights, args.attn, args.seed)
@@ -174,28 +175,29 @@ def main(args):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
+    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
+    # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
-    # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
-    # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
-    # them again for its backward pass. Then each rank receives its shard of the averaged gradient.
-    # So a GPU must hold the shards and one whole block. What is not in a block, the embeddings and
-    # the last norm, is sharded with the root module.
-
     # Hybrid sharding (HSDP): the ranks form a mesh of two dimensions. A row holds a replica of the
-    # model, spread over its ranks. The ranks of a column hold the same shard. FSDP works within a
-    # row, where links are fast. Between rows only gradients are sent, and those are compressed.
+    # model, and each of its ranks a shard. The ranks of a column hold the same shard. FSDP gathers
+    # parameters within a row, where links are fast. Between rows, only gradients are sent.
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     num_replicas = world_size // shard_size
     mesh = init_device_mesh(
         device.type, (num_replicas, shard_size), mesh_dim_names=("replicate", "shard")
     )
     shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
+
+    # Sharding: each rank keeps 1 / shard_size of every parameter, its shard. FSDP gathers the
+    # parameters of a block from the ranks of its row before its forward pass, frees them after it,
+    # and gathers them again for its backward pass. So besides its shards a GPU holds the parameters
+    # of a few blocks at a time. What is not in a block, the embeddings and the last norm, is
+    # sharded with the root module.
     compression = args.compression if num_replicas > 1 else "none"
     say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
-    if num_replicas == 1:
+    if num_replicas == 1 and args.compression != "none":
         say("nothing to compress: --shard-size 1 makes each process a replica")
     for module in [*blocks, model]:
         fully_shard(module, mesh=shard_mesh, mp_policy=mixed_precision, offload_policy=offload)
@@ -246,8 +248,9 @@ def main(args):
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     # FSDP averages the gradients over the ranks of a row. When it has done so for a module, it
-    # calls the hook of that module, and ours averages over the replicas. On a GPU the hook runs in
-    # a stream of its own, in parallel with the backward pass.
+    # calls the hook of that module, and ours averages over the replicas. (On a two-dimensional mesh
+    # FSDP would do that itself, uncompressed.) On a GPU the hook runs in a stream of its own, in
+    # parallel with the backward pass.
     compressor = GradientCompressor(
         replicate_group, compression, args.keep_ratio, args.chunk, args.wire_dtype, log.lap
     )
@@ -279,8 +282,9 @@ def main(args):
             # To average the gradients once per step is enough: in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
+            # Until then each rank keeps whole gradients: more memory for less communication.
             model.set_requires_gradient_sync(is_last)
-            # Parameters that stay gathered after a forward pass stay so until the step ends.
+            # With --no-reshard-after-forward they are gathered once per step, and freed here.
             model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
 
             loss = loss_sum(model, input_ids, targets)
@@ -313,11 +317,11 @@ def main(args):
             dist.all_reduce(step_loss)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
-            grad_norm = grad_norm.full_tensor()  # a DTensor: each rank has a part of it
+            grad_norm = grad_norm.full_tensor()  # a DTensor: this combines the norms of all shards
             times = log.pop_times()
             encode_ms = times.pop("time/encode_ms", 0.0)
             communicate_ms = times.pop("time/communicate_ms", 0.0)
-            times["time/backward_ms"] += encode_ms + communicate_ms  # the hook is a part of it
+            times["time/backward_ms"] += encode_ms + communicate_ms  # it is when the hook runs
             metrics = {
                 "loss": step_loss.item() / num_targets.item(),
                 "grad_norm": grad_norm.item(),
@@ -541,15 +545,15 @@ def load_model(config, weights, attn, seed):
 def fill_from_rank_0(model, full_model, device):
     """Copies the weights of `full_model`, which only rank 0 has, to the shards of all ranks.
 
-    It would be shorter to call reset_parameters() on each rank. But then the weights would not be
-    those that the architecture starts from, and never pretrained ones."""
-    weights = full_model.state_dict() if full_model else {}
+    It would be shorter to call reset_parameters() on each rank. But that cannot load pretrained
+    weights, and its random weights are not those that transformers gives to this architecture."""
+    weights = full_model.state_dict() if full_model is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # The state dict does not have all buffers, such as the frequencies of rotary embeddings.
+    # Some buffers are not in the state dict, such as the frequencies of rotary embeddings.
     for name, buffer in list(model.named_buffers()):
-        if full_model:
+        if full_model is not None:
             buffer = full_model.get_buffer(name)
         buffer = buffer.to(device)
         dist.broadcast(buffer, src=0)
@@ -560,13 +564,13 @@ def fill_from_rank_0(model, full_model, device):
 class GradientCompressor:
     """Averages gradients over the replicas of the model: a hook for FSDP's all-reduce.
 
-    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. By
-    `mode` the replicas send
+    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. What
+    the replicas send depends on `mode`:
     - none: all values in fp32, by an all-reduce of PyTorch's,
     - bf16, int8, int4: all values, rounded,
     - randk: `keep_ratio` of the values of each chunk, at random indices, rounded to `wire_dtype`,
     - dct: the same for the spectrum of each chunk (discrete cosine transform).
-    What a replica leaves out in randk and dct counts as 0. `lap` is RunLog's, for the timers."""
+    What is not sent in randk and dct counts as 0. `lap` is RunLog.lap."""
 
     def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, lap):
         self.group = group
@@ -588,12 +592,13 @@ class GradientCompressor:
         self.bytes_uncompressed = 0.0
 
     def ratio(self):
-        """How many times fewer bytes this step sent than it would have without compression."""
+        """Bytes that this step would send without compression, divided by those that it sent."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     def __call__(self, gradient):
         """Replaces `gradient` by its mean over the replicas."""
-        self.lap("backward")
+        self.lap("backward")  # the time since the last lap was spent on the backward pass
+
         # FSDP made the gradient in another CUDA stream. Its memory must not be used again before
         # this stream is done with it.
         if gradient.is_cuda:
@@ -611,7 +616,7 @@ class GradientCompressor:
         if self.mode in ("randk", "dct"):
             mean = self.average_subset(gradient)
         else:
-            mean = self.average(gradient)
+            mean = self.average_all(gradient)
         gradient.copy_(mean)
         self.lap("encode")
 
@@ -622,30 +627,31 @@ class GradientCompressor:
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device).T
 
-        # The indices are shifted from chunk to chunk. Otherwise whole columns of a matrix whose
-        # rows are as long as a chunk would be sent, and others not. The number is Knuth's
-        # multiplicative hash: it makes the shifts irregular.
+        # The indices are shifted from chunk to chunk. Otherwise, of a matrix whose rows are as long
+        # as a chunk, whole columns would be sent and others not. The number is that of Knuth's
+        # multiplicative hashing: it spreads the shifts evenly over the chunk.
         row_numbers = torch.arange(len(rows), device=rows.device)[:, None]
         indices = (self.indices + (row_numbers * 2654435761 >> 16)) % self.chunk
 
         sent = rows.gather(1, indices).flatten()
-        # If any value is not finite, all that is sent becomes NaN: one that is left out must show.
+        # If any value is NaN or infinite, all that is sent becomes NaN. It could be among those
+        # that are not sent, and must not go unnoticed.
         sent = sent + 0 * gradient.sum()
-        mean = self.average(sent).view_as(indices)
+        mean = self.average_all(sent).view_as(indices)
         rows = torch.zeros_like(rows).scatter_(1, indices, mean)
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device)
         return rows.flatten()[: len(gradient)]
 
-    def average(self, values):
+    def average_all(self, values):
         """The mean over the replicas of `values`, (n,) fp32, sent as `self.wire_dtype`.
 
-        An all-reduce would add up the encoded values: integers would overflow, and bf16 would lose
-        bits. So each rank receives one part of the values from all others, decodes them, averages
-        them in fp32, and sends the mean to all. These are the two phases of a ring all-reduce,
-        reduce-scatter and all-gather, and they send as many values."""
+        An all-reduce would add up the encoded values: sums of integers would overflow, and sums in
+        bf16 would be rounded. So each rank receives one part of the values from all others, decodes
+        it, averages it in fp32, and sends the mean to all. These are the two phases of a ring
+        all-reduce, reduce-scatter and all-gather, and they send as many values."""
         replicas = self.group.size()
-        padding = -len(values) % (256 * replicas)
+        padding = -len(values) % (ROW_LENGTH * replicas)
         rows = encode(F.pad(values, (0, padding)), self.wire_dtype)
         parts = torch.empty_like(rows)
         self.lap("encode")
@@ -677,12 +683,12 @@ def dct_basis(chunk, device):
 
 
 def encode(values, dtype):
-    """Turns fp32 values into rows of bytes, uint8, of 256 values each: n must be a multiple of 256.
+    """Encodes fp32 values, (n,), as uint8, a row of bytes for each ROW_LENGTH values.
 
-    An integer counts in units of its row's `scale`, an fp32 number that is stored after them: the
-    largest magnitude of the row over the largest integer. If a value is not finite, neither is the
-    scale, so what `decode` returns shows it."""
-    rows = values.view(-1, 256)
+    n must be a multiple of ROW_LENGTH. Integers are multiples of their row's `scale`, an fp32
+    number that is stored after them: the largest magnitude in the row, divided by the largest
+    integer. If a value is not finite, the scale is not, and neither is what `decode` returns."""
+    rows = values.view(-1, ROW_LENGTH)
     if dtype in WIRE_FLOATS:
         return rows.to(WIRE_FLOATS[dtype]).view(torch.uint8)
 
@@ -702,7 +708,7 @@ def decode(rows, dtype):
     integers = rows[:, :-4].view(torch.int8)
     scale = rows[:, -4:].contiguous().view(torch.float32)
     if dtype == "int4":
-        # Shifts to the right keep the sign.
+        # >> keeps the sign, so << 4 >> 4 gives the low half its sign.
         integers = torch.stack([integers >> 4, integers << 4 >> 4], dim=2).flatten(1)
     return (integers * scale).flatten()
 
@@ -795,7 +801,7 @@ def evaluate(model, data, batch_size, device):
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
         total += loss_sum(model, input_ids, targets)
-    model.reshard()  # no backward pass follows, which would free what was gathered
+    model.reshard()  # the root module stays gathered until a backward pass, and here is none
     dist.all_reduce(total)
     dist.all_reduce(num_targets)
     loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
@@ -814,7 +820,7 @@ def sample(model, tokens, start, device):
         logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
         probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-    model.reshard()
+    model.reshard()  # as in `evaluate`
     return tokens[0]
 
 
@@ -851,7 +857,8 @@ def parse_args():
         action="store_true",
         help="gather parameters once a step: faster, more memory",
     )
-    add("--reshard-after-forward", dest="no_reshard_after_forward", action="store_false")
+    opposite = {"dest": "no_reshard_after_forward", "action": "store_false"}
+    add("--reshard-after-forward", help="the opposite, and the default", **opposite)
     add("--compile", help="torch.compile each block", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
@@ -878,7 +885,7 @@ def parse_args():
     keep_help = "the part of the values that randk and dct send"
     add("--keep-ratio", "--keep", "--dct-keep", type=positive(float), default=0.5, help=keep_help)
     chunks = {"choices": (64, 128, 256, 512), "default": 256}
-    add("--chunk", "--dct-chunk", type=int, help="values per spectrum or draw", **chunks)
+    add("--chunk", "--dct-chunk", type=int, help="values per chunk, for randk and dct", **chunks)
     wire_dtypes = (*WIRE_FLOATS, *WIRE_INTEGERS)
     add("--wire-dtype", choices=wire_dtypes, default="int8", help="how randk and dct send values")
 
@@ -938,14 +945,14 @@ def check_hardware(args):
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     if args.cpu_offload and args.dtype == "fp16":
-        fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
+        fail("--cpu-offload: is not supported with fp16, use bf16")
     args.dtype = args.dtype or ("bf16" if gpu else "fp32")
     if args.attn == "flash_attention_2" and not has_flash_attention(args):
         fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
 
 
 def check_compression(args):
-    """Ends the run if the processes do not form whole replicas, or more than all would be sent."""
+    """Ends the run if the processes do not form whole replicas, or --keep-ratio is above 1."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size % shard_size > 0:

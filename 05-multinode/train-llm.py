@@ -1,4 +1,4 @@
-"""Rung 05: elasticity. Processes and machines may leave and join at any time, and none is missed.
+"""Rung 05: elasticity. The run goes on when processes or machines leave or join.
 
 Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
@@ -15,7 +15,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
 import time
 from datetime import timedelta
 from functools import cache, partial
@@ -64,9 +63,10 @@ from torch.utils.checkpoint import checkpoint
 transformers.logging.set_verbosity_error()  # hides warnings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# How compressed gradients are sent: as floats, or as integers, see `encode`.
+# The data types in which compressed gradients are sent, see `encode`. For integers: the largest.
 WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIRE_INTEGERS = {"int8": 127, "int4": 7}
+ROW_LENGTH = 256  # values with a common scale
 # A run that is resumed must have the same values of these flags. All others may change, and so may
 # the hardware and the rung, as the numbered scripts of this course are called.
 EXPERIMENT_FLAGS = (
@@ -115,8 +115,8 @@ def main(args):
         train_data, eval_data = load_data(
             args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
         )
-    # Then all ranks wait for the last one. That may take hours, and a collective fails after 30
-    # minutes by default, so this barrier has a process group with another timeout.
+    # Then all ranks wait for the last one. That may take hours, and a collective fails when it
+    # waits for longer than its timeout. So this barrier has a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     dist.barrier(loading_group)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
@@ -149,9 +149,9 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # A model that is too large for one GPU cannot be built there. So rank 0 builds it in the memory
-    # of its CPU, and every rank builds it on the meta device, where tensors have shapes but no
-    # storage. The second one is sharded, and then filled with the weights of the first.
+    # The model may be too large for one GPU. So every rank builds `model` on the meta device, where
+    # tensors have a shape but no storage. Rank 0 also builds `full_model`, with its weights, in the
+    # memory of its CPU. Below, `model` is sharded, and its shards get the weights of `full_model`.
     full_model = None
     if dist.get_rank() == 0:
         full_model = load_model(config, weights, args.attn, args.seed)
@@ -185,19 +185,14 @@ def main(args):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
+    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
+    # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
-    # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
-    # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
-    # them again for its backward pass. Then each rank receives its shard of the averaged gradient.
-    # So a GPU must hold the shards and one whole block. What is not in a block, the embeddings and
-    # the last norm, is sharded with the root module.
-
     # Hybrid sharding (HSDP): the ranks form a mesh of two dimensions. A row holds a replica of the
-    # model, spread over its ranks. The ranks of a column hold the same shard. FSDP works within a
-    # row, where links are fast. Between rows only gradients are sent, and those are compressed.
+    # model, and each of its ranks a shard. The ranks of a column hold the same shard. FSDP gathers
+    # parameters within a row, where links are fast. Between rows, only gradients are sent.
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     num_replicas = world_size // shard_size
     mesh = init_device_mesh(
@@ -207,9 +202,15 @@ def main(args):
     for dimension in mesh.mesh_dim_names:
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(dimension))
     shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
+
+    # Sharding: each rank keeps 1 / shard_size of every parameter, its shard. FSDP gathers the
+    # parameters of a block from the ranks of its row before its forward pass, frees them after it,
+    # and gathers them again for its backward pass. So besides its shards a GPU holds the parameters
+    # of a few blocks at a time. What is not in a block, the embeddings and the last norm, is
+    # sharded with the root module.
     compression = args.compression if num_replicas > 1 else "none"
     say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
-    if num_replicas == 1:
+    if num_replicas == 1 and args.compression != "none":
         say("nothing to compress: --shard-size 1 makes each process a replica")
     for module in [*blocks, model]:
         fully_shard(module, mesh=shard_mesh, mp_policy=mixed_precision, offload_policy=offload)
@@ -260,8 +261,9 @@ def main(args):
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     # FSDP averages the gradients over the ranks of a row. When it has done so for a module, it
-    # calls the hook of that module, and ours averages over the replicas. On a GPU the hook runs in
-    # a stream of its own, in parallel with the backward pass.
+    # calls the hook of that module, and ours averages over the replicas. (On a two-dimensional mesh
+    # FSDP would do that itself, uncompressed.) On a GPU the hook runs in a stream of its own, in
+    # parallel with the backward pass.
     compressor = GradientCompressor(
         replicate_group, compression, args.keep_ratio, args.chunk, args.wire_dtype, log.lap
     )
@@ -269,9 +271,10 @@ def main(args):
         module.set_all_reduce_hook(compressor)  # a hook on the root alone would miss the blocks
 
     # torchrun sends SIGTERM to its processes when nodes join or leave, and Slurm when the time of a
-    # job is nearly over. The handler only notes it: the loop saves a checkpoint before it ends.
-    stop_signal = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: stop_signal.set())
+    # job is nearly over. The handler only takes note of it. The loop looks at the note in each
+    # step, saves a checkpoint and ends. torchrun waits 30 s for that.
+    stop_signals = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     progress = Progress(run_dir, last_step)
     checkpointer = AsyncCheckpointer(run_dir, model, optimizer, args.keep_checkpoints, timeout)
 
@@ -289,10 +292,10 @@ def main(args):
             train_data, indices, args.batch_size, device
         )
         # All ranks must stop after the same step, but the signal may reach them in different ones.
-        # So the reduction that each step makes anyway also counts the ranks that have received it.
-        counts = torch.tensor([num_targets, stop_signal.is_set()])
+        # So the reduction that each step makes anyway also counts the signals of all ranks.
+        counts = torch.tensor([num_targets, len(stop_signals)])
         dist.all_reduce(counts)  # a CPU tensor, so Gloo: each rank now has the sums of all
-        num_targets, num_stopping = counts
+        num_targets, num_stop_signals = counts
         num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
         compressor.start_step(step, device)
         log.lap("data")
@@ -304,8 +307,9 @@ def main(args):
             # To average the gradients once per step is enough: in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
+            # Until then each rank keeps whole gradients: more memory for less communication.
             model.set_requires_gradient_sync(is_last)
-            # Parameters that stay gathered after a forward pass stay so until the step ends.
+            # With --no-reshard-after-forward they are gathered once per step, and freed here.
             model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
 
             loss = loss_sum(model, input_ids, targets)
@@ -338,11 +342,11 @@ def main(args):
             dist.all_reduce(step_loss)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
-            grad_norm = grad_norm.full_tensor()  # a DTensor: each rank has a part of it
+            grad_norm = grad_norm.full_tensor()  # a DTensor: this combines the norms of all shards
             times = log.pop_times()
             encode_ms = times.pop("time/encode_ms", 0.0)
             communicate_ms = times.pop("time/communicate_ms", 0.0)
-            times["time/backward_ms"] += encode_ms + communicate_ms  # the hook is a part of it
+            times["time/backward_ms"] += encode_ms + communicate_ms  # it is when the hook runs
             metrics = {
                 "loss": step_loss.item() / num_targets.item(),
                 "grad_norm": grad_norm.item(),
@@ -363,12 +367,13 @@ def main(args):
             metrics.update(evaluate(model, eval_data, args.batch_size, device))
             log.lap("outside")  # what is outside of a step does not count for tokens per second
         log.step(step, metrics)
-        progress.note(step)
+        progress.after_step(step)
         log.lap("log")
 
         # Checkpoint: model and optimizer, and what else is needed to resume. The loop waits until
-        # they are copied. The copy is written in the background. Its times are logged after that.
-        stopping = num_stopping > 0 and step < total_steps
+        # they are copied. The copy is written in the background. How long that took is logged when
+        # it is done.
+        stopping = num_stop_signals > 0 and step < total_steps
         if run_dir and (step == total_steps or step % args.ckpt_freq == 0 or stopping):
             values = {
                 "flags": vars(args),
@@ -389,6 +394,7 @@ def main(args):
             sys.exit(1)  # torchrun would take 0 for the end of the training
 
     checkpointer.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved
     # Export the model for `from_pretrained`. Then show how it continues the first 32 tokens of a
     # held-out sequence.
     if run_dir:
@@ -408,8 +414,8 @@ class Progress:
         self.file = None
         self.restarts = 0
         self.steps_lost = 0
-        self.furthest = last_step
-        self.starts = 0  # since the run has got further than `furthest`
+        self.furthest_step = last_step
+        self.starts_without_progress = 0  # since `furthest_step` was reached
         if run_dir and dist.get_rank() == 0:
             try:
                 self.open(run_dir, last_step)
@@ -417,44 +423,45 @@ class Progress:
                 fail(f"--save-dir {run_dir}: {error}")
 
     def open(self, run_dir, last_step):
-        """Reads what the last start has left, and says how many steps were lost."""
+        """Reads the numbers that the previous start has left, and says what stopping it cost."""
         self.file = os.open(run_dir / "progress", os.O_RDWR | os.O_CREAT)
-        step = last_step
-        if numbers := os.read(self.file, 100).split():
-            step, world_size, self.restarts, self.steps_lost, self.furthest, self.starts = map(
-                int, numbers
-            )
+        numbers = [int(number) for number in os.read(self.file, 100).split()]
+        if numbers:
+            step, world_size = numbers[:2]
+            self.restarts, self.steps_lost = numbers[2:4]
+            self.furthest_step, self.starts_without_progress = numbers[4:6]
             repeated = max(0, step - last_step)
             self.restarts += 1
             self.steps_lost += repeated
             change = f"world {world_size} → {dist.get_world_size()} at step {step}"
             say(f"{change}, resumed from step {last_step}, {repeated} steps repeated")
 
-        # The same error each time, and no machine that came or left.
-        self.starts = self.starts % 10 + 1
-        self.write(step)
-        if self.starts == 10:
-            fail(f"{run_dir}: 10 starts and no step beyond {self.furthest}, see their errors")
+        # After ten starts without a new step the run ends: it meets the same error each time. The
+        # next start counts from 1 again, so that one can try again when the error is fixed.
+        self.starts_without_progress = self.starts_without_progress % 10 + 1
+        self.write(last_step)
+        if self.starts_without_progress == 10:
+            fail(f"{run_dir}: 10 starts and no step beyond {self.furthest_step}, see their errors")
 
-    def note(self, step):
-        """To be called after each step."""
-        if step > self.furthest:
-            self.furthest = step
-            self.starts = 0
+    def after_step(self, step):
+        """Writes the number of a step. Call this after each step."""
+        if step > self.furthest_step:
+            self.furthest_step = step
+            self.starts_without_progress = 0
         if self.file is not None:
             self.write(step)
 
     def write(self, step):
-        world_size = dist.get_world_size()
-        numbers = [step, world_size, self.restarts, self.steps_lost, self.furthest, self.starts]
+        numbers = [step, dist.get_world_size(), self.restarts, self.steps_lost]
+        numbers += [self.furthest_step, self.starts_without_progress]
         os.pwrite(self.file, "".join(f"{number:12}" for number in numbers).encode(), 0)
 
 
 class AsyncCheckpointer:
     """Saves checkpoints in the background: the training loop waits only while the state is copied.
 
-    A thread writes the copy. It needs a process group of its own, because the ranks must call the
-    collectives of a group in the same order, and nobody knows what the loop calls meanwhile."""
+    A thread writes the copy. It needs a process group of its own: the ranks must call the
+    collectives of a group in the same order, and meanwhile the loop calls those of other groups."""
 
     def __init__(self, run_dir, model, optimizer, keep, timeout):
         self.run_dir = run_dir
@@ -463,15 +470,17 @@ class AsyncCheckpointer:
         self.keep = keep
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.stager = None
+        self.writer = None
         self.saving = None  # the future of the save that is under way
+        self.stall_ms = 0.0
         self.metrics = {}
 
     def save(self, step, values):
         """Copies the state and starts to save it, see `CheckpointWriter`. All ranks call it."""
         start = time.perf_counter()
         self.wait()  # one save at a time
-        # The stager keeps the memory of its copy from one save to the next. Before torch 2.13 it
-        # could be used only once.
+        # The stager makes the copy, and keeps its memory for the next one. Before torch 2.13 it can
+        # be used only once. (__version__ is not a string: it compares as a version.)
         if self.stager is None or torch.__version__ < "2.13":
             options = StagingOptions(
                 use_pinned_memory=torch.cuda.is_available(),
@@ -694,15 +703,15 @@ def load_model(config, weights, attn, seed):
 def fill_from_rank_0(model, full_model, device):
     """Copies the weights of `full_model`, which only rank 0 has, to the shards of all ranks.
 
-    It would be shorter to call reset_parameters() on each rank. But then the weights would not be
-    those that the architecture starts from, and never pretrained ones."""
-    weights = full_model.state_dict() if full_model else {}
+    It would be shorter to call reset_parameters() on each rank. But that cannot load pretrained
+    weights, and its random weights are not those that transformers gives to this architecture."""
+    weights = full_model.state_dict() if full_model is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # The state dict does not have all buffers, such as the frequencies of rotary embeddings.
+    # Some buffers are not in the state dict, such as the frequencies of rotary embeddings.
     for name, buffer in list(model.named_buffers()):
-        if full_model:
+        if full_model is not None:
             buffer = full_model.get_buffer(name)
         buffer = buffer.to(device)
         dist.broadcast(buffer, src=0)
@@ -713,13 +722,13 @@ def fill_from_rank_0(model, full_model, device):
 class GradientCompressor:
     """Averages gradients over the replicas of the model: a hook for FSDP's all-reduce.
 
-    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. By
-    `mode` the replicas send
+    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. What
+    the replicas send depends on `mode`:
     - none: all values in fp32, by an all-reduce of PyTorch's,
     - bf16, int8, int4: all values, rounded,
     - randk: `keep_ratio` of the values of each chunk, at random indices, rounded to `wire_dtype`,
     - dct: the same for the spectrum of each chunk (discrete cosine transform).
-    What a replica leaves out in randk and dct counts as 0. `lap` is RunLog's, for the timers."""
+    What is not sent in randk and dct counts as 0. `lap` is RunLog.lap."""
 
     def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, lap):
         self.group = group
@@ -741,12 +750,13 @@ class GradientCompressor:
         self.bytes_uncompressed = 0.0
 
     def ratio(self):
-        """How many times fewer bytes this step sent than it would have without compression."""
+        """Bytes that this step would send without compression, divided by those that it sent."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     def __call__(self, gradient):
         """Replaces `gradient` by its mean over the replicas."""
-        self.lap("backward")
+        self.lap("backward")  # the time since the last lap was spent on the backward pass
+
         # FSDP made the gradient in another CUDA stream. Its memory must not be used again before
         # this stream is done with it.
         if gradient.is_cuda:
@@ -764,7 +774,7 @@ class GradientCompressor:
         if self.mode in ("randk", "dct"):
             mean = self.average_subset(gradient)
         else:
-            mean = self.average(gradient)
+            mean = self.average_all(gradient)
         gradient.copy_(mean)
         self.lap("encode")
 
@@ -775,30 +785,31 @@ class GradientCompressor:
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device).T
 
-        # The indices are shifted from chunk to chunk. Otherwise whole columns of a matrix whose
-        # rows are as long as a chunk would be sent, and others not. The number is Knuth's
-        # multiplicative hash: it makes the shifts irregular.
+        # The indices are shifted from chunk to chunk. Otherwise, of a matrix whose rows are as long
+        # as a chunk, whole columns would be sent and others not. The number is that of Knuth's
+        # multiplicative hashing: it spreads the shifts evenly over the chunk.
         row_numbers = torch.arange(len(rows), device=rows.device)[:, None]
         indices = (self.indices + (row_numbers * 2654435761 >> 16)) % self.chunk
 
         sent = rows.gather(1, indices).flatten()
-        # If any value is not finite, all that is sent becomes NaN: one that is left out must show.
+        # If any value is NaN or infinite, all that is sent becomes NaN. It could be among those
+        # that are not sent, and must not go unnoticed.
         sent = sent + 0 * gradient.sum()
-        mean = self.average(sent).view_as(indices)
+        mean = self.average_all(sent).view_as(indices)
         rows = torch.zeros_like(rows).scatter_(1, indices, mean)
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device)
         return rows.flatten()[: len(gradient)]
 
-    def average(self, values):
+    def average_all(self, values):
         """The mean over the replicas of `values`, (n,) fp32, sent as `self.wire_dtype`.
 
-        An all-reduce would add up the encoded values: integers would overflow, and bf16 would lose
-        bits. So each rank receives one part of the values from all others, decodes them, averages
-        them in fp32, and sends the mean to all. These are the two phases of a ring all-reduce,
-        reduce-scatter and all-gather, and they send as many values."""
+        An all-reduce would add up the encoded values: sums of integers would overflow, and sums in
+        bf16 would be rounded. So each rank receives one part of the values from all others, decodes
+        it, averages it in fp32, and sends the mean to all. These are the two phases of a ring
+        all-reduce, reduce-scatter and all-gather, and they send as many values."""
         replicas = self.group.size()
-        padding = -len(values) % (256 * replicas)
+        padding = -len(values) % (ROW_LENGTH * replicas)
         rows = encode(F.pad(values, (0, padding)), self.wire_dtype)
         parts = torch.empty_like(rows)
         self.lap("encode")
@@ -830,12 +841,12 @@ def dct_basis(chunk, device):
 
 
 def encode(values, dtype):
-    """Turns fp32 values into rows of bytes, uint8, of 256 values each: n must be a multiple of 256.
+    """Encodes fp32 values, (n,), as uint8, a row of bytes for each ROW_LENGTH values.
 
-    An integer counts in units of its row's `scale`, an fp32 number that is stored after them: the
-    largest magnitude of the row over the largest integer. If a value is not finite, neither is the
-    scale, so what `decode` returns shows it."""
-    rows = values.view(-1, 256)
+    n must be a multiple of ROW_LENGTH. Integers are multiples of their row's `scale`, an fp32
+    number that is stored after them: the largest magnitude in the row, divided by the largest
+    integer. If a value is not finite, the scale is not, and neither is what `decode` returns."""
+    rows = values.view(-1, ROW_LENGTH)
     if dtype in WIRE_FLOATS:
         return rows.to(WIRE_FLOATS[dtype]).view(torch.uint8)
 
@@ -855,7 +866,7 @@ def decode(rows, dtype):
     integers = rows[:, :-4].view(torch.int8)
     scale = rows[:, -4:].contiguous().view(torch.float32)
     if dtype == "int4":
-        # Shifts to the right keep the sign.
+        # >> keeps the sign, so << 4 >> 4 gives the low half its sign.
         integers = torch.stack([integers >> 4, integers << 4 >> 4], dim=2).flatten(1)
     return (integers * scale).flatten()
 
@@ -948,7 +959,7 @@ def evaluate(model, data, batch_size, device):
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
         total += loss_sum(model, input_ids, targets)
-    model.reshard()  # no backward pass follows, which would free what was gathered
+    model.reshard()  # the root module stays gathered until a backward pass, and here is none
     dist.all_reduce(total)
     dist.all_reduce(num_targets)
     loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
@@ -967,7 +978,7 @@ def sample(model, tokens, start, device):
         logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
         probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-    model.reshard()
+    model.reshard()  # as in `evaluate`
     return tokens[0]
 
 
@@ -982,7 +993,10 @@ def parse_args():
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
     add(
-        "--timeout", type=positive(int), default=600, help="seconds that ranks wait for one another"
+        "--timeout",
+        type=positive(int),
+        default=600,
+        help="seconds until a waiting collective fails",
     )
     add("--save-dir", default=str(ROOT / "outputs"), help="default: outputs, in the parent folder")
     add("--seed", type=zero_or_more(int), default=0)
@@ -1007,7 +1021,8 @@ def parse_args():
         action="store_true",
         help="gather parameters once a step: faster, more memory",
     )
-    add("--reshard-after-forward", dest="no_reshard_after_forward", action="store_false")
+    opposite = {"dest": "no_reshard_after_forward", "action": "store_false"}
+    add("--reshard-after-forward", help="the opposite, and the default", **opposite)
     add("--compile", help="torch.compile each block", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
@@ -1034,7 +1049,7 @@ def parse_args():
     keep_help = "the part of the values that randk and dct send"
     add("--keep-ratio", "--keep", "--dct-keep", type=positive(float), default=0.5, help=keep_help)
     chunks = {"choices": (64, 128, 256, 512), "default": 256}
-    add("--chunk", "--dct-chunk", type=int, help="values per spectrum or draw", **chunks)
+    add("--chunk", "--dct-chunk", type=int, help="values per chunk, for randk and dct", **chunks)
     wire_dtypes = (*WIRE_FLOATS, *WIRE_INTEGERS)
     add("--wire-dtype", choices=wire_dtypes, default="int8", help="how randk and dct send values")
 
@@ -1091,9 +1106,19 @@ def check_launcher():
 
 
 def check_restart(args):
-    """Ends the run if torchrun has restarted it and it has no folder from which to continue."""
+    """Ends the run if torchrun has restarted it and it has no checkpoint to continue from."""
     if args.experiment_name is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         fail("--experiment-name: a run without one leaves nothing that a restart could take up")
+
+
+def check_shared_folder(run_dir):
+    """Ends the run if the nodes do not share its folder: each would keep a part of a checkpoint."""
+    if run_dir is None:
+        return
+    with tempfile.NamedTemporaryFile(dir=run_dir) as file:
+        name = Path(all_gather_object(file.name)[0]).name  # that of rank 0: can all ranks see it?
+        if not all(all_gather_object((run_dir / name).exists())):
+            fail(f"--save-dir {run_dir}: must be one folder that all nodes share")
 
 
 def check_hardware(args):
@@ -1108,14 +1133,14 @@ def check_hardware(args):
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     if args.cpu_offload and args.dtype == "fp16":
-        fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
+        fail("--cpu-offload: is not supported with fp16, use bf16")
     args.dtype = args.dtype or ("bf16" if gpu else "fp32")
     if args.attn == "flash_attention_2" and not has_flash_attention(args):
         fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
 
 
 def check_compression(args):
-    """Ends the run if the processes do not form whole replicas, or more than all would be sent."""
+    """Ends the run if the processes do not form whole replicas, or --keep-ratio is above 1."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size % shard_size > 0:
@@ -1179,22 +1204,17 @@ def shut_down():
     dist.destroy_process_group()
 
 
-def check_shared_folder(run_dir):
-    """Ends the run if the nodes do not share its folder: each would keep a part of a checkpoint."""
-    if run_dir is None:
-        return
-    with tempfile.NamedTemporaryFile(dir=run_dir) as file:
-        name = Path(all_gather_object(file.name)[0]).name  # a file of rank 0
-        if not all(all_gather_object((run_dir / name).exists())):
-            fail(f"--save-dir {run_dir}: must be one folder that all nodes share")
+def stop_restarts():
+    """Tells torchrun to end, after an error that a restart would meet again."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
     except SystemExit as end:
-        # `fail` ends with 2. A restart would fail in the same way, so torchrun is told to stop.
-        if end.code == 2 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-            os.kill(os.getppid(), signal.SIGTERM)
+        if end.code == 2:  # from `fail`
+            stop_restarts()
         raise
     shut_down()

@@ -1,4 +1,4 @@
-"""Rung 06: streaming. Documents are tokenized while the model trains on them, not before.
+"""Rung 06: streaming. Documents are read and tokenized when the training loop needs them.
 
 Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
@@ -15,7 +15,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter, deque
 from datetime import timedelta
@@ -64,9 +63,10 @@ from torch.utils.checkpoint import checkpoint
 transformers.logging.set_verbosity_error()  # hides warnings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# How compressed gradients are sent: as floats, or as integers, see `encode`.
+# The data types in which compressed gradients are sent, see `encode`. For integers: the largest.
 WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIRE_INTEGERS = {"int8": 127, "int4": 7}
+ROW_LENGTH = 256  # values with a common scale
 # A run that is resumed must have the same values of these flags. All others may change, and so may
 # the hardware and the rung, as the numbered scripts of this course are called.
 EXPERIMENT_FLAGS = (
@@ -77,6 +77,7 @@ EXPERIMENT_FLAGS = (
     "seq_length",
     "seed",
     "global_batch_size",
+    # These other rungs do not have: they train on the sequences in another order.
     "data_streams",
     "data_held_out",
 )
@@ -115,8 +116,8 @@ def main(args):
     train_data, eval_data = load_data(args, tokenizer)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
-    # An optimizer step trains on one global batch. Nobody has counted the documents, so the number
-    # of steps is a flag, and the end of an epoch, one pass over the documents, shows when it comes.
+    # An optimizer step trains on one global batch. The number of documents is not known, so
+    # --max-steps sets the length of the run. An epoch is one pass over the documents.
     total_steps = args.max_steps
     say(
         f"{args.dataset_name}: {args.data_streams} streams of sequences of {args.seq_length} "
@@ -137,9 +138,9 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # A model that is too large for one GPU cannot be built there. So rank 0 builds it in the memory
-    # of its CPU, and every rank builds it on the meta device, where tensors have shapes but no
-    # storage. The second one is sharded, and then filled with the weights of the first.
+    # The model may be too large for one GPU. So every rank builds `model` on the meta device, where
+    # tensors have a shape but no storage. Rank 0 also builds `full_model`, with its weights, in the
+    # memory of its CPU. Below, `model` is sharded, and its shards get the weights of `full_model`.
     full_model = None
     if dist.get_rank() == 0:
         full_model = load_model(config, weights, args.attn, args.seed)
@@ -173,19 +174,14 @@ def main(args):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
-    # Mixed precision: parameters are gathered in `dtype`, and gradients are averaged in fp32.
+    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
+    # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
-    # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
-    # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
-    # them again for its backward pass. Then each rank receives its shard of the averaged gradient.
-    # So a GPU must hold the shards and one whole block. What is not in a block, the embeddings and
-    # the last norm, is sharded with the root module.
-
     # Hybrid sharding (HSDP): the ranks form a mesh of two dimensions. A row holds a replica of the
-    # model, spread over its ranks. The ranks of a column hold the same shard. FSDP works within a
-    # row, where links are fast. Between rows only gradients are sent, and those are compressed.
+    # model, and each of its ranks a shard. The ranks of a column hold the same shard. FSDP gathers
+    # parameters within a row, where links are fast. Between rows, only gradients are sent.
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     num_replicas = world_size // shard_size
     mesh = init_device_mesh(
@@ -195,9 +191,15 @@ def main(args):
     for dimension in mesh.mesh_dim_names:
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(dimension))
     shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
+
+    # Sharding: each rank keeps 1 / shard_size of every parameter, its shard. FSDP gathers the
+    # parameters of a block from the ranks of its row before its forward pass, frees them after it,
+    # and gathers them again for its backward pass. So besides its shards a GPU holds the parameters
+    # of a few blocks at a time. What is not in a block, the embeddings and the last norm, is
+    # sharded with the root module.
     compression = args.compression if num_replicas > 1 else "none"
     say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
-    if num_replicas == 1:
+    if num_replicas == 1 and args.compression != "none":
         say("nothing to compress: --shard-size 1 makes each process a replica")
     for module in [*blocks, model]:
         fully_shard(module, mesh=shard_mesh, mp_policy=mixed_precision, offload_policy=offload)
@@ -249,8 +251,9 @@ def main(args):
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     # FSDP averages the gradients over the ranks of a row. When it has done so for a module, it
-    # calls the hook of that module, and ours averages over the replicas. On a GPU the hook runs in
-    # a stream of its own, in parallel with the backward pass.
+    # calls the hook of that module, and ours averages over the replicas. (On a two-dimensional mesh
+    # FSDP would do that itself, uncompressed.) On a GPU the hook runs in a stream of its own, in
+    # parallel with the backward pass.
     compressor = GradientCompressor(
         replicate_group, compression, args.keep_ratio, args.chunk, args.wire_dtype, log.lap
     )
@@ -258,9 +261,10 @@ def main(args):
         module.set_all_reduce_hook(compressor)  # a hook on the root alone would miss the blocks
 
     # torchrun sends SIGTERM to its processes when nodes join or leave, and Slurm when the time of a
-    # job is nearly over. The handler only notes it: the loop saves a checkpoint before it ends.
-    stop_signal = threading.Event()
-    signal.signal(signal.SIGTERM, lambda number, frame: stop_signal.set())
+    # job is nearly over. The handler only takes note of it. The loop looks at the note in each
+    # step, saves a checkpoint and ends. torchrun waits 30 s for that.
+    stop_signals = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     progress = Progress(run_dir, last_step)
     checkpointer = AsyncCheckpointer(run_dir, model, optimizer, args.keep_checkpoints, timeout)
 
@@ -271,10 +275,10 @@ def main(args):
             train_data, indices, args.batch_size, device
         )
         # All ranks must stop after the same step, but the signal may reach them in different ones.
-        # So the reduction that each step makes anyway also counts the ranks that have received it.
-        counts = torch.tensor([num_targets, stop_signal.is_set()])
+        # So the reduction that each step makes anyway also counts the signals of all ranks.
+        counts = torch.tensor([num_targets, len(stop_signals)])
         dist.all_reduce(counts)  # a CPU tensor, so Gloo: each rank now has the sums of all
-        num_targets, num_stopping = counts
+        num_targets, num_stop_signals = counts
         num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
         compressor.start_step(step, device)
         log.lap("data")
@@ -286,8 +290,9 @@ def main(args):
             # To average the gradients once per step is enough: in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
+            # Until then each rank keeps whole gradients: more memory for less communication.
             model.set_requires_gradient_sync(is_last)
-            # Parameters that stay gathered after a forward pass stay so until the step ends.
+            # With --no-reshard-after-forward they are gathered once per step, and freed here.
             model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
 
             loss = loss_sum(model, input_ids, targets)
@@ -320,16 +325,16 @@ def main(args):
             dist.all_reduce(step_loss)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
-            grad_norm = grad_norm.full_tensor()  # a DTensor: each rank has a part of it
+            grad_norm = grad_norm.full_tensor()  # a DTensor: this combines the norms of all shards
             times = log.pop_times()
             encode_ms = times.pop("time/encode_ms", 0.0)
             communicate_ms = times.pop("time/communicate_ms", 0.0)
-            times["time/backward_ms"] += encode_ms + communicate_ms  # the hook is a part of it
+            times["time/backward_ms"] += encode_ms + communicate_ms  # it is when the hook runs
             metrics = {
                 "loss": step_loss.item() / num_targets.item(),
                 "grad_norm": grad_norm.item(),
                 "learning_rate": lr,
-                "epoch": train_data.epoch,
+                "epoch": train_data.epoch,  # complete ones
                 "comm/bytes_per_step": compressor.bytes_sent,
                 "comm/compression_ratio": compressor.ratio(),
                 "comm/encode_ms": encode_ms,
@@ -345,20 +350,22 @@ def main(args):
             metrics.update(evaluate(model, eval_data, args.batch_size, device))
             log.lap("outside")  # what is outside of a step does not count for tokens per second
         log.step(step, metrics)
-        progress.note(step)
+        progress.after_step(step)
         log.lap("log")
 
         # Checkpoint: model and optimizer, and what else is needed to resume. The loop waits until
-        # they are copied. The copy is written in the background. Its times are logged after that.
-        stopping = num_stopping > 0 and step < total_steps
+        # they are copied. The copy is written in the background. How long that took is logged when
+        # it is done.
+        stopping = num_stop_signals > 0 and step < total_steps
         if run_dir and (step == total_steps or step % args.ckpt_freq == 0 or stopping):
+            streams = train_data.state()  # a collective
             values = {
+                "streams": streams,
                 "flags": vars(args),
                 "experiment": experiment(args),
                 "total_steps": total_steps,
                 "comet_key": log.comet_key,
                 "scaler": scaler.state_dict(),
-                "streams": train_data.state(),
             }
             checkpointer.save(step, values)
             log.lap("outside")
@@ -372,6 +379,7 @@ def main(args):
             sys.exit(1)  # torchrun would take 0 for the end of the training
 
     checkpointer.wait()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved
     # Export the model for `from_pretrained`. Then show how it continues the first 32 tokens of a
     # held-out sequence.
     if run_dir:
@@ -391,8 +399,8 @@ class Progress:
         self.file = None
         self.restarts = 0
         self.steps_lost = 0
-        self.furthest = last_step
-        self.starts = 0  # since the run has got further than `furthest`
+        self.furthest_step = last_step
+        self.starts_without_progress = 0  # since `furthest_step` was reached
         if run_dir and dist.get_rank() == 0:
             try:
                 self.open(run_dir, last_step)
@@ -400,44 +408,45 @@ class Progress:
                 fail(f"--save-dir {run_dir}: {error}")
 
     def open(self, run_dir, last_step):
-        """Reads what the last start has left, and says how many steps were lost."""
+        """Reads the numbers that the previous start has left, and says what stopping it cost."""
         self.file = os.open(run_dir / "progress", os.O_RDWR | os.O_CREAT)
-        step = last_step
-        if numbers := os.read(self.file, 100).split():
-            step, world_size, self.restarts, self.steps_lost, self.furthest, self.starts = map(
-                int, numbers
-            )
+        numbers = [int(number) for number in os.read(self.file, 100).split()]
+        if numbers:
+            step, world_size = numbers[:2]
+            self.restarts, self.steps_lost = numbers[2:4]
+            self.furthest_step, self.starts_without_progress = numbers[4:6]
             repeated = max(0, step - last_step)
             self.restarts += 1
             self.steps_lost += repeated
             change = f"world {world_size} → {dist.get_world_size()} at step {step}"
             say(f"{change}, resumed from step {last_step}, {repeated} steps repeated")
 
-        # The same error each time, and no machine that came or left.
-        self.starts = self.starts % 10 + 1
-        self.write(step)
-        if self.starts == 10:
-            fail(f"{run_dir}: 10 starts and no step beyond {self.furthest}, see their errors")
+        # After ten starts without a new step the run ends: it meets the same error each time. The
+        # next start counts from 1 again, so that one can try again when the error is fixed.
+        self.starts_without_progress = self.starts_without_progress % 10 + 1
+        self.write(last_step)
+        if self.starts_without_progress == 10:
+            fail(f"{run_dir}: 10 starts and no step beyond {self.furthest_step}, see their errors")
 
-    def note(self, step):
-        """To be called after each step."""
-        if step > self.furthest:
-            self.furthest = step
-            self.starts = 0
+    def after_step(self, step):
+        """Writes the number of a step. Call this after each step."""
+        if step > self.furthest_step:
+            self.furthest_step = step
+            self.starts_without_progress = 0
         if self.file is not None:
             self.write(step)
 
     def write(self, step):
-        world_size = dist.get_world_size()
-        numbers = [step, world_size, self.restarts, self.steps_lost, self.furthest, self.starts]
+        numbers = [step, dist.get_world_size(), self.restarts, self.steps_lost]
+        numbers += [self.furthest_step, self.starts_without_progress]
         os.pwrite(self.file, "".join(f"{number:12}" for number in numbers).encode(), 0)
 
 
 class AsyncCheckpointer:
     """Saves checkpoints in the background: the training loop waits only while the state is copied.
 
-    A thread writes the copy. It needs a process group of its own, because the ranks must call the
-    collectives of a group in the same order, and nobody knows what the loop calls meanwhile."""
+    A thread writes the copy. It needs a process group of its own: the ranks must call the
+    collectives of a group in the same order, and meanwhile the loop calls those of other groups."""
 
     def __init__(self, run_dir, model, optimizer, keep, timeout):
         self.run_dir = run_dir
@@ -446,15 +455,17 @@ class AsyncCheckpointer:
         self.keep = keep
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.stager = None
+        self.writer = None
         self.saving = None  # the future of the save that is under way
+        self.stall_ms = 0.0
         self.metrics = {}
 
     def save(self, step, values):
         """Copies the state and starts to save it, see `CheckpointWriter`. All ranks call it."""
         start = time.perf_counter()
         self.wait()  # one save at a time
-        # The stager keeps the memory of its copy from one save to the next. Before torch 2.13 it
-        # could be used only once.
+        # The stager makes the copy, and keeps its memory for the next one. Before torch 2.13 it can
+        # be used only once. (__version__ is not a string: it compares as a version.)
         if self.stager is None or torch.__version__ < "2.13":
             options = StagingOptions(
                 use_pinned_memory=torch.cuda.is_available(),
@@ -559,7 +570,7 @@ def check_seq_length(seq_length, config, name):
 
 
 def load_data(args, tokenizer):
-    """Returns the streams to train on, and the sequences to evaluate on: of the first documents."""
+    """Returns the streams to train on, and sequences of the first documents to evaluate on."""
     try:
         splits = load_splits(args.dataset_name, args.dataset_subset)
         if "train" not in splits:
@@ -611,11 +622,15 @@ def text_column(documents):
 
 
 class Streams:
-    """The documents, dealt to `count` virtual streams. They do not depend on the number of ranks.
+    """Deals the documents to `count` streams, whatever the number of ranks.
 
-    Sequence i of an epoch comes from stream i mod count, and a stream is read by the rank that
-    trains on its sequences. So any number of ranks sees the same sequences in the same order, and
-    to resume with another number one needs no more than the position of each stream."""
+    The streams take turns: each gives one sequence, and streams that have ended are skipped. A rank
+    reads the streams whose sequences it trains on. So the sequences and their order do not depend
+    on the number of ranks. They are not shuffled.
+
+    The position of a stream is a list [document, used, state]: the number of the document in which
+    its last sequence ended, how many tokens of that document were used, and the state of the data
+    set's iterator before it. A checkpoint has the positions of all streams."""
 
     def __init__(self, documents, tokenizer, seq_length, count, batch_size, num_held_out):
         self.documents = documents
@@ -626,8 +641,8 @@ class Streams:
         self.num_held_out = num_held_out
         first_row = next(iter(documents), {})
         self.column = text_column(datasets.Dataset.from_list([first_row]))
-        # Each stream has files of its own. If there are too few of them, one reader reads all
-        # documents and deals them to the streams.
+        # Each stream has files of its own. If there are fewer files than streams, a rank reads all
+        # documents, and keeps those of its streams.
         self.num_readers = count if documents.num_shards >= count else 1
 
     def held_out(self):
@@ -640,20 +655,19 @@ class Streams:
     def open(self, epoch, turn, positions):
         """Continues an epoch at the stream whose turn it is. Without positions, at its start.
 
-        This rank opens the streams that are its own now, whichever rank has read them before."""
+        Each rank opens its own streams, whichever rank has read them before."""
         self.epoch = epoch
         self.turn = turn
         self.positions = {}
         for stream in range(self.count):
             if self.rank_of(stream) == dist.get_rank():
-                share = stream % self.num_readers
-                skipped = self.num_held_out if share == 0 else 0
+                skipped = self.num_held_out if stream % self.num_readers == 0 else 0
                 self.positions[stream] = positions[stream] if positions else [skipped, 0, None]
 
-        shares = {stream % self.num_readers for stream in self.positions}
-        self.readers = {share: Reader(self, share) for share in shares}
+        shards = {stream % self.num_readers for stream in self.positions}
+        self.readers = {shard: Reader(self, shard) for shard in shards}
         self.sequences = {stream: self.cut(stream) for stream in self.positions}
-        self.next = {stream: next(self.sequences[stream], None) for stream in self.positions}
+        self.upcoming = {stream: next(self.sequences[stream], None) for stream in self.positions}
 
     def rank_of(self, stream):
         """The rank whose share of a global batch has the sequences of this stream."""
@@ -681,34 +695,36 @@ class Streams:
         drawn = []
         self.rows = []  # the sequences of this rank
         while len(drawn) < self.batch_size:
-            # A rank knows its own streams only: which of all have another sequence?
-            live = torch.zeros(self.count, dtype=torch.int32)
-            for stream, following in self.next.items():
-                live[stream] = following is not None
-            dist.all_reduce(live)
-            turns = [(self.turn + i) % self.count for i in range(self.count)]
-            turns = [stream for stream in turns if live[stream]]
-            turns = turns[: self.batch_size - len(drawn)]
+            # A rank knows its own streams only. So the ranks tell each other which streams have
+            # another sequence.
+            has_sequence = torch.zeros(self.count, dtype=torch.int32)
+            for stream, upcoming in self.upcoming.items():
+                has_sequence[stream] = upcoming is not None
+            dist.all_reduce(has_sequence)
+            order = [(self.turn + i) % self.count for i in range(self.count)]
+            live = [stream for stream in order if has_sequence[stream]]
 
-            if not turns and self.turn == 0:
+            if not live and self.turn == 0:
                 fail("--dataset-name: the documents fill no sequence besides those held out")
-            if not turns:
+            if not live:
                 self.open(self.epoch + 1, 0, None)
-            for stream in turns:
-                if stream in self.next:
-                    sequence, self.positions[stream] = self.next[stream]
+            for stream in live[: self.batch_size - len(drawn)]:
+                if stream in self.upcoming:
+                    sequence, self.positions[stream] = self.upcoming[stream]
                     self.rows.append(sequence)
-                    self.next[stream] = next(self.sequences[stream], None)
+                    self.upcoming[stream] = next(self.sequences[stream], None)
                 drawn.append(stream)
                 self.turn = stream + 1
 
-        # Where a rank has fewer sequences than another, rows without targets stand for them.
+        # A rank that has fewer sequences than another fills up with rows without targets.
         most = max(Counter(self.rank_of(stream) for stream in drawn).values())
         self.rows += [[-100] * self.seq_length] * (most - len(self.rows))
+        # Of these indices, `share_of_rank` gives index i to rank i % world_size. The rows here are
+        # those of one rank, so index i is its row i // world_size.
         return range(most * dist.get_world_size())
 
     def __getitem__(self, indices):
-        """Sequences of the batch drawn last, and their labels: (B, T) int64. Indices are global."""
+        """Sequences of the batch that was drawn last, and their labels: (B, T) int64."""
         rows = [self.rows[i // dist.get_world_size()] for i in indices]
         labels = torch.tensor(rows)
         return {"input_ids": labels.clamp(min=0), "labels": labels}
@@ -722,39 +738,47 @@ class Streams:
 
 
 class Reader:
-    """Reads a share of the documents in order, and puts each into the queue of its stream.
+    """Reads a shard of the documents in order, and puts each into the queue of its stream.
 
-    It begins at the earliest position of this rank's streams in the share."""
+    A shard is a part of the files, or all of them. Documents of streams that belong to other ranks
+    are left out."""
 
-    def __init__(self, streams, share):
+    def __init__(self, streams, shard):
         self.streams = streams
-        self.share = share
-        own = {v: p for v, p in streams.positions.items() if v % streams.num_readers == share}
-        self.first = {stream: number for stream, (number, _, _) in own.items()}
+        self.shard = shard
+        own = [stream for stream in streams.positions if stream % streams.num_readers == shard]
+        self.first_document = {stream: streams.positions[stream][0] for stream in own}
         self.queues = {stream: deque() for stream in own}
 
-        documents = streams.documents.shard(streams.num_readers, share)
-        number, _, self.state = min(own.values(), key=lambda position: position[0])
+        # Begin at the earliest position.
+        self.documents = streams.documents.shard(streams.num_readers, shard)
+        earliest = min(own, key=lambda stream: self.first_document[stream])
+        self.number, _, self.state = streams.positions[earliest]
         if self.state:
-            documents.load_state_dict(self.state)
-        self.number = number if self.state else 0
-        self.documents = documents
-        self.rows = iter(documents)
+            self.documents.load_state_dict(self.state)
+        else:
+            self.number = 0
+        self.rows = iter(self.documents)
 
     def stream_of(self, number):
-        """The stream of a document of this share.
+        """The stream of a document of this shard.
 
         One reader for all streams deals the documents in turn. Each round begins one stream later,
-        so that documents that are long and short in turn are spread over all streams."""
+        so that, if every tenth document is long, say, the long ones do not all go to one stream."""
+        if self.streams.num_readers > 1:
+            return self.shard
         count = self.streams.count
-        return self.share if self.streams.num_readers > 1 else (number + number // count) % count
+        return (number + number // count) % count
 
     def documents_of(self, stream):
-        """Yields the documents of a stream: number, the reader's state before it, and text."""
+        """Yields the documents of a stream: number, the iterator's state before it, and text."""
         queue = self.queues[stream]
-        while queue or self.read():
-            if queue:
-                yield queue.popleft()
+        while True:
+            # What is read may belong to another stream. Then it waits in that one's queue.
+            while not queue:
+                if not self.read():
+                    return
+            yield queue.popleft()
 
     def read(self):
         """Reads one document. Returns whether there was one."""
@@ -762,7 +786,7 @@ class Reader:
         if row is None:
             return False
         stream = self.stream_of(self.number)
-        if stream in self.queues and self.number >= self.first[stream]:
+        if stream in self.queues and self.number >= self.first_document[stream]:
             text = row[self.streams.column]
             self.queues[stream].append((self.number, self.state, text))
         self.state = self.documents.state_dict()
@@ -824,15 +848,15 @@ def load_model(config, weights, attn, seed):
 def fill_from_rank_0(model, full_model, device):
     """Copies the weights of `full_model`, which only rank 0 has, to the shards of all ranks.
 
-    It would be shorter to call reset_parameters() on each rank. But then the weights would not be
-    those that the architecture starts from, and never pretrained ones."""
-    weights = full_model.state_dict() if full_model else {}
+    It would be shorter to call reset_parameters() on each rank. But that cannot load pretrained
+    weights, and its random weights are not those that transformers gives to this architecture."""
+    weights = full_model.state_dict() if full_model is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # The state dict does not have all buffers, such as the frequencies of rotary embeddings.
+    # Some buffers are not in the state dict, such as the frequencies of rotary embeddings.
     for name, buffer in list(model.named_buffers()):
-        if full_model:
+        if full_model is not None:
             buffer = full_model.get_buffer(name)
         buffer = buffer.to(device)
         dist.broadcast(buffer, src=0)
@@ -843,13 +867,13 @@ def fill_from_rank_0(model, full_model, device):
 class GradientCompressor:
     """Averages gradients over the replicas of the model: a hook for FSDP's all-reduce.
 
-    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. By
-    `mode` the replicas send
+    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. What
+    the replicas send depends on `mode`:
     - none: all values in fp32, by an all-reduce of PyTorch's,
     - bf16, int8, int4: all values, rounded,
     - randk: `keep_ratio` of the values of each chunk, at random indices, rounded to `wire_dtype`,
     - dct: the same for the spectrum of each chunk (discrete cosine transform).
-    What a replica leaves out in randk and dct counts as 0. `lap` is RunLog's, for the timers."""
+    What is not sent in randk and dct counts as 0. `lap` is RunLog.lap."""
 
     def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, lap):
         self.group = group
@@ -871,12 +895,13 @@ class GradientCompressor:
         self.bytes_uncompressed = 0.0
 
     def ratio(self):
-        """How many times fewer bytes this step sent than it would have without compression."""
+        """Bytes that this step would send without compression, divided by those that it sent."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     def __call__(self, gradient):
         """Replaces `gradient` by its mean over the replicas."""
-        self.lap("backward")
+        self.lap("backward")  # the time since the last lap was spent on the backward pass
+
         # FSDP made the gradient in another CUDA stream. Its memory must not be used again before
         # this stream is done with it.
         if gradient.is_cuda:
@@ -894,7 +919,7 @@ class GradientCompressor:
         if self.mode in ("randk", "dct"):
             mean = self.average_subset(gradient)
         else:
-            mean = self.average(gradient)
+            mean = self.average_all(gradient)
         gradient.copy_(mean)
         self.lap("encode")
 
@@ -905,30 +930,31 @@ class GradientCompressor:
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device).T
 
-        # The indices are shifted from chunk to chunk. Otherwise whole columns of a matrix whose
-        # rows are as long as a chunk would be sent, and others not. The number is Knuth's
-        # multiplicative hash: it makes the shifts irregular.
+        # The indices are shifted from chunk to chunk. Otherwise, of a matrix whose rows are as long
+        # as a chunk, whole columns would be sent and others not. The number is that of Knuth's
+        # multiplicative hashing: it spreads the shifts evenly over the chunk.
         row_numbers = torch.arange(len(rows), device=rows.device)[:, None]
         indices = (self.indices + (row_numbers * 2654435761 >> 16)) % self.chunk
 
         sent = rows.gather(1, indices).flatten()
-        # If any value is not finite, all that is sent becomes NaN: one that is left out must show.
+        # If any value is NaN or infinite, all that is sent becomes NaN. It could be among those
+        # that are not sent, and must not go unnoticed.
         sent = sent + 0 * gradient.sum()
-        mean = self.average(sent).view_as(indices)
+        mean = self.average_all(sent).view_as(indices)
         rows = torch.zeros_like(rows).scatter_(1, indices, mean)
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device)
         return rows.flatten()[: len(gradient)]
 
-    def average(self, values):
+    def average_all(self, values):
         """The mean over the replicas of `values`, (n,) fp32, sent as `self.wire_dtype`.
 
-        An all-reduce would add up the encoded values: integers would overflow, and bf16 would lose
-        bits. So each rank receives one part of the values from all others, decodes them, averages
-        them in fp32, and sends the mean to all. These are the two phases of a ring all-reduce,
-        reduce-scatter and all-gather, and they send as many values."""
+        An all-reduce would add up the encoded values: sums of integers would overflow, and sums in
+        bf16 would be rounded. So each rank receives one part of the values from all others, decodes
+        it, averages it in fp32, and sends the mean to all. These are the two phases of a ring
+        all-reduce, reduce-scatter and all-gather, and they send as many values."""
         replicas = self.group.size()
-        padding = -len(values) % (256 * replicas)
+        padding = -len(values) % (ROW_LENGTH * replicas)
         rows = encode(F.pad(values, (0, padding)), self.wire_dtype)
         parts = torch.empty_like(rows)
         self.lap("encode")
@@ -960,12 +986,12 @@ def dct_basis(chunk, device):
 
 
 def encode(values, dtype):
-    """Turns fp32 values into rows of bytes, uint8, of 256 values each: n must be a multiple of 256.
+    """Encodes fp32 values, (n,), as uint8, a row of bytes for each ROW_LENGTH values.
 
-    An integer counts in units of its row's `scale`, an fp32 number that is stored after them: the
-    largest magnitude of the row over the largest integer. If a value is not finite, neither is the
-    scale, so what `decode` returns shows it."""
-    rows = values.view(-1, 256)
+    n must be a multiple of ROW_LENGTH. Integers are multiples of their row's `scale`, an fp32
+    number that is stored after them: the largest magnitude in the row, divided by the largest
+    integer. If a value is not finite, the scale is not, and neither is what `decode` returns."""
+    rows = values.view(-1, ROW_LENGTH)
     if dtype in WIRE_FLOATS:
         return rows.to(WIRE_FLOATS[dtype]).view(torch.uint8)
 
@@ -985,7 +1011,7 @@ def decode(rows, dtype):
     integers = rows[:, :-4].view(torch.int8)
     scale = rows[:, -4:].contiguous().view(torch.float32)
     if dtype == "int4":
-        # Shifts to the right keep the sign.
+        # >> keeps the sign, so << 4 >> 4 gives the low half its sign.
         integers = torch.stack([integers >> 4, integers << 4 >> 4], dim=2).flatten(1)
     return (integers * scale).flatten()
 
@@ -1078,7 +1104,7 @@ def evaluate(model, data, batch_size, device):
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
         total += loss_sum(model, input_ids, targets)
-    model.reshard()  # no backward pass follows, which would free what was gathered
+    model.reshard()  # the root module stays gathered until a backward pass, and here is none
     dist.all_reduce(total)
     dist.all_reduce(num_targets)
     loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
@@ -1097,7 +1123,7 @@ def sample(model, tokens, start, device):
         logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
         probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-    model.reshard()
+    model.reshard()  # as in `evaluate`
     return tokens[0]
 
 
@@ -1112,7 +1138,10 @@ def parse_args():
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
     add(
-        "--timeout", type=positive(int), default=600, help="seconds that ranks wait for one another"
+        "--timeout",
+        type=positive(int),
+        default=600,
+        help="seconds until a waiting collective fails",
     )
     add("--save-dir", default=str(ROOT / "outputs"), help="default: outputs, in the parent folder")
     add("--seed", type=zero_or_more(int), default=0)
@@ -1137,7 +1166,8 @@ def parse_args():
         action="store_true",
         help="gather parameters once a step: faster, more memory",
     )
-    add("--reshard-after-forward", dest="no_reshard_after_forward", action="store_false")
+    opposite = {"dest": "no_reshard_after_forward", "action": "store_false"}
+    add("--reshard-after-forward", help="the opposite, and the default", **opposite)
     add("--compile", help="torch.compile each block", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
@@ -1165,11 +1195,11 @@ def parse_args():
     keep_help = "the part of the values that randk and dct send"
     add("--keep-ratio", "--keep", "--dct-keep", type=positive(float), default=0.5, help=keep_help)
     chunks = {"choices": (64, 128, 256, 512), "default": 256}
-    add("--chunk", "--dct-chunk", type=int, help="values per spectrum or draw", **chunks)
+    add("--chunk", "--dct-chunk", type=int, help="values per chunk, for randk and dct", **chunks)
     wire_dtypes = (*WIRE_FLOATS, *WIRE_INTEGERS)
     add("--wire-dtype", choices=wire_dtypes, default="int8", help="how randk and dct send values")
 
-    # The other rungs have this flag.
+    # The other rungs have this flag too.
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument("--num-epochs", nargs="?", **hidden)
 
@@ -1184,7 +1214,7 @@ def parse_args():
 
     check_launcher()
     if "num_epochs" in args:
-        fail("--num-epochs: nobody knows how long a stream is, use --max-steps")
+        fail("--num-epochs: the length of a stream is not known, use --max-steps")
     check_restart(args)
     check_hardware(args)
     check_compression(args)
@@ -1222,9 +1252,19 @@ def check_launcher():
 
 
 def check_restart(args):
-    """Ends the run if torchrun has restarted it and it has no folder from which to continue."""
+    """Ends the run if torchrun has restarted it and it has no checkpoint to continue from."""
     if args.experiment_name is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         fail("--experiment-name: a run without one leaves nothing that a restart could take up")
+
+
+def check_shared_folder(run_dir):
+    """Ends the run if the nodes do not share its folder: each would keep a part of a checkpoint."""
+    if run_dir is None:
+        return
+    with tempfile.NamedTemporaryFile(dir=run_dir) as file:
+        name = Path(all_gather_object(file.name)[0]).name  # that of rank 0: can all ranks see it?
+        if not all(all_gather_object((run_dir / name).exists())):
+            fail(f"--save-dir {run_dir}: must be one folder that all nodes share")
 
 
 def check_hardware(args):
@@ -1239,14 +1279,14 @@ def check_hardware(args):
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     if args.cpu_offload and args.dtype == "fp16":
-        fail("--cpu-offload: not with fp16, whose gradient scale would be read while it is copied")
+        fail("--cpu-offload: is not supported with fp16, use bf16")
     args.dtype = args.dtype or ("bf16" if gpu else "fp32")
     if args.attn == "flash_attention_2" and not has_flash_attention(args):
         fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
 
 
 def check_compression(args):
-    """Ends the run if the processes do not form whole replicas, or more than all would be sent."""
+    """Ends the run if the processes do not form whole replicas, or --keep-ratio is above 1."""
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     if world_size % shard_size > 0:
@@ -1261,11 +1301,12 @@ def check_streams(args):
         args.max_steps = args.max_steps or 160
         args.data_held_out = args.data_held_out or 4
     if args.max_steps is None:
-        fail("--max-steps: is needed, because nobody knows how long a stream is")
+        fail("--max-steps: is needed, because the length of a stream is not known")
     args.data_held_out = args.data_held_out or 100
     args.data_streams = args.data_streams or args.global_batch_size
     if args.data_streams % args.global_batch_size > 0:
-        fail(f"--data-streams {args.data_streams}: no multiple of {args.global_batch_size}")
+        batch_size = args.global_batch_size
+        fail(f"--data-streams {args.data_streams}: must be a multiple of {batch_size}, the batch")
 
 
 def run_dir_of(args):
@@ -1323,22 +1364,17 @@ def shut_down():
     dist.destroy_process_group()
 
 
-def check_shared_folder(run_dir):
-    """Ends the run if the nodes do not share its folder: each would keep a part of a checkpoint."""
-    if run_dir is None:
-        return
-    with tempfile.NamedTemporaryFile(dir=run_dir) as file:
-        name = Path(all_gather_object(file.name)[0]).name  # a file of rank 0
-        if not all(all_gather_object((run_dir / name).exists())):
-            fail(f"--save-dir {run_dir}: must be one folder that all nodes share")
+def stop_restarts():
+    """Tells torchrun to end, after an error that a restart would meet again."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
     try:
         main(parse_args())
     except SystemExit as end:
-        # `fail` ends with 2. A restart would fail in the same way, so torchrun is told to stop.
-        if end.code == 2 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-            os.kill(os.getppid(), signal.SIGTERM)
+        if end.code == 2:  # from `fail`
+            stop_restarts()
         raise
     shut_down()

@@ -14,7 +14,13 @@ NEW = {
     "02-ddp": ["share_of_rank", "shut_down"],
     "03-fsdp": ["fill_from_rank_0"],
     "04-compression": ["GradientCompressor", "dct_basis", "encode", "decode", "check_compression"],
-    "05-multinode": ["Progress", "AsyncCheckpointer", "check_restart", "check_shared_folder"],
+    "05-multinode": [
+        "Progress",
+        "AsyncCheckpointer",
+        "check_restart",
+        "check_shared_folder",
+        "stop_restarts",
+    ],
     "06-streaming": ["Streams", "Reader", "check_streams"],
 }
 # Functions that a rung does not need any more.
@@ -106,6 +112,8 @@ def test_no_line_is_merely_moved(below, rung):
     removed = {line: hunk for line, hunk in removed.items() if line.strip(" ()[]{},")}
     assert not removed.keys() & added.keys()
     for line, hunk in removed.items():
+        if len(line.strip()) < 12:  # such as `else:`
+            continue
         elsewhere = [other for other in added if other.strip() == line.strip()]
         assert all(added[other] == hunk for other in elsewhere), line
 

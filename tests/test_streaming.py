@@ -244,11 +244,14 @@ def test_kinds_of_files(kind, tmp_path):
 
 
 BAD = {
-    "--max-steps": ((), "--max-steps: is needed, because nobody knows how long a stream is"),
-    "--num-epochs": (("--num-epochs", "3"), "--num-epochs: nobody knows how long a stream is, use"),
+    "--max-steps": ((), "--max-steps: is needed, because the length of a stream is not known"),
+    "--num-epochs": (
+        ("--num-epochs", "3"),
+        "--num-epochs: the length of a stream is not known, use",
+    ),
     "--data-streams": (
         ("--max-steps", "3", "--data-streams", "12"),
-        "--data-streams 12: no multiple of 8",
+        "--data-streams 12: must be a multiple of 8",
     ),
     "no text": (
         ("--max-steps", "3", "-d", "numbers.jsonl"),

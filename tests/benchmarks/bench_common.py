@@ -16,7 +16,7 @@ from conftest import ROOT, metrics
 
 MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
 RUNG_01, RUNG_02, RUNG_03 = "01-single-gpu", "02-ddp", "03-fsdp"
-RUNG_04, RUNG_05 = "04-compression", "05-multinode"
+RUNG_04, RUNG_05, RUNG_06 = "04-compression", "05-multinode", "06-streaming"
 GPU = torch.cuda.is_available()
 
 

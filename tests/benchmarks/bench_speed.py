@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import nodes
@@ -20,6 +21,7 @@ from bench_common import (
     RUNG_03,
     RUNG_04,
     RUNG_05,
+    RUNG_06,
     environment,
     report,
     torchrun,
@@ -212,6 +214,31 @@ def scaling():
     head += ["tokens/s of the other", "ratio, median of 3", "range"]
     report("scaling", head, [row for row in rows if row[1] == "rung 02"])
     report("scaling-fsdp", head, [row for row in rows if row[1] != "rung 02"])
+
+
+def streaming():
+    """Two processes: rung 06, which tokenizes between the steps, against rung 05, which has done so
+    before the first one."""
+    rows = []
+    for name in ["tiny, 0.7 M", "Llama, 25 M"] if not GPU else MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            how = setting(folder, name)
+            how["steps"] *= 2
+            flags = ("-d", "python-docs", "--compression", "none")
+            contenders = {
+                "rung 06": partial(run_rung, how, RUNG_06, 2, *flags),
+                "rung 05": partial(run_rung, how, RUNG_05, 2, *flags),
+            }
+            results = in_turn(contenders)
+            row = [name, rate(results, "rung 06"), rate(results, "rung 05")]
+            row += ratios(results, "rung 06", "rung 05")
+            for rung in contenders:
+                data_ms = statistics.median(x["time/data_ms"] for x in results[rung])
+                row.append(f"{data_ms:.1f}")
+            rows.append(row)
+    head = ["model", "rung 06, tokens/s", "rung 05, tokens/s", "06 / 05, median of 5", "range"]
+    head += ["data in a step of 06, ms", "of 05, ms"]
+    report("streaming-cuda" if GPU else "streaming", head, rows)
 
 
 def world_of_one():

@@ -6,6 +6,7 @@ Timings are ratios within one command on one machine, contenders in turn.
 
     single      rung 01 against a bare loop and transformers.Trainer
     scaling     rungs 02 and 03 against two of rung 01, and accelerate
+    streaming   rung 06 against rung 05
     world       rungs 02 and 03 with one process, against rung 01
     memory      state of a rank in rungs 02 and 03
     start       start to first step, against imports and loading
@@ -69,6 +70,7 @@ def everything():
 COMMANDS = {
     "single": bench_speed.single,
     "scaling": bench_speed.scaling,
+    "streaming": bench_speed.streaming,
     "world": bench_speed.world_of_one,
     "memory": bench_speed.memory,
     "start": bench_speed.start,

@@ -303,8 +303,11 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans):
         """Checks that there is enough space, before anything is written."""
-        items = itertools.chain.from_iterable(plan.items for plan in plans)
-        needed = sum(item.tensor_storage_size() or 0 for item in items)
+        needed = 0
+        for item in itertools.chain.from_iterable(plan.items for plan in plans):
+            needed += (
+                item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+            )
         if shutil.disk_usage(self.run_dir).free < 1.01 * needed + 2**20:
             raise OSError(f"it takes {needed:,}")
         return super().prepare_global_plan(plans)

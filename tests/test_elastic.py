@@ -269,7 +269,7 @@ def test_bad_input_ends_an_elastic_job(tmp_path):
     with job(tmp_path) as start:
         node = start("A", *named(tmp_path), "--lr", "-1")
         assert node.wait() != 0
-        assert node.said().count("train-llm.py: error: --lr -1.0: must be above 0") == 1
+        assert node.said().count("train-llm.py: error: argument --lr: -1: must be above 0") == 1
 
 
 @pytest.mark.slow

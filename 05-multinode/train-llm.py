@@ -395,6 +395,7 @@ def main(args):
 
     checkpointer.wait()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved
+
     # Export the model for `from_pretrained`. Then show how it continues the first 32 tokens of a
     # held-out sequence.
     if run_dir:

@@ -133,7 +133,7 @@ def test_03_is_the_same_model_as_01(name, pretrained, tmp_path):
     dumps = {}
     for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
         to = tmp_path / rung / "dump"
-        place = "    # Optimizer. The learning"
+        place = "    # Optimizer. Matrices"
         edit = (place, DUMP.replace("{DUMP_TO}", str(to)) + place)
         path = mutant(tmp_path / rung, rung, edit)
         run(rung, processes, *FEW, *model, path=path)

@@ -163,8 +163,8 @@ COUNT_FSDP = """    calls = []
         module.set_all_reduce_hook(lambda output: calls.append(1))
 """
 HOOKS = {
-    "02-ddp": [("    # Optimizer. The learning", COUNT_DDP + "    # Optimizer. The learning")],
-    "03-fsdp": [("    # Optimizer. The learning", COUNT_FSDP + "    # Optimizer. The learning")],
+    "02-ddp": [("    # Optimizer. Matrices", COUNT_DDP + "    # Optimizer. Matrices")],
+    "03-fsdp": [("    # Optimizer. Matrices", COUNT_FSDP + "    # Optimizer. Matrices")],
     "04-compression": [
         ("class GradientCompressor:", "calls = []\n\n\nclass GradientCompressor:"),
         (

@@ -258,7 +258,7 @@ def test_what_a_run_says_of_its_traffic(tmp_path):
 def test_flags_reach_the_hook_and_indices_change(tmp_path):
     """A quarter of each 64 values as int4: bytes from the sizes of the modules, by hand."""
     edits = [("class GradientCompressor:", "seen = []\n\n\nclass GradientCompressor:")]
-    before = '        self.lap("backward")\n'
+    before = '        self.lap("backward")'
     edits += [(before, f"        seen.append(sorted(self.indices.tolist()))\n{before}")]
     write = f'    Path(f"{tmp_path}/seen-{{dist.get_rank()}}").write_text(str(seen))\n'
     edits += [("    log.close()\n", "    log.close()\n" + write)]

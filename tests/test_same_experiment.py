@@ -167,10 +167,7 @@ HOOKS = {
     "03-fsdp": [("    # Optimizer. Matrices", COUNT_FSDP + "    # Optimizer. Matrices")],
     "04-compression": [
         ("class GradientCompressor:", "calls = []\n\n\nclass GradientCompressor:"),
-        (
-            '        self.lap("backward")\n',
-            '        self.lap("backward")\n        calls.append(1)\n',
-        ),
+        ('        self.lap("backward")', '        calls.append(1)\n        self.lap("backward")'),
     ],
 }
 # What FSDP calls to gather the parameters of a block or of the root; renamed after torch 2.11.

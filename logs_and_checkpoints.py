@@ -93,10 +93,9 @@ def memory_gb(model, optimizer, device):
         reserved = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
     else:
         current = psutil.Process().memory_info().rss
-        unit = (
-            1 if sys.platform == "darwin" else 1024
-        )  # ru_maxrss is in bytes on macOS, else in KiB
-        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if sys.platform != "darwin":
+            peak *= 1024  # Linux counts in KiB, macOS in bytes
         allocated = reserved = current, max(current, peak)
     return torch.tensor([*allocated, *reserved, state], dtype=torch.float64) / 1e9
 

@@ -796,7 +796,7 @@ def open_run_dir(args):
 
 
 def shut_down():
-    """Ends the process group. After an error other ranks may never call this, so it is not called.
+    """Ends the process group after success. After an error other ranks may never reach the barrier.
 
     A process that exits while Gloo's threads still run may abort (pytorch#179291), and torchrun
     would report that the run has failed. So first release what holds such threads, and wait until

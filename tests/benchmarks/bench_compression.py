@@ -58,7 +58,7 @@ def each(choose):
                 rows = rows @ module.dct_basis(self.chunk, gradient.device).T
             if not replays(self):
                 self.chosen = choose(self, rows).flatten().nonzero().flatten()
-            mean = self.average(rows.flatten()[self.chosen])
+            mean = self.average_all(rows.flatten()[self.chosen])
             rows = torch.zeros_like(rows).flatten().index_copy_(0, self.chosen, mean)
             rows = rows.view(-1, self.chunk)
             if self.mode == "dct":
@@ -115,16 +115,16 @@ def feedback(module, decay):
     """What a rank did not send, times `decay`, is added to its next gradient of the same module."""
     residuals = {}
     call = module.GradientCompressor.__call__
-    average = module.GradientCompressor.average
+    average_all = module.GradientCompressor.average_all
     set_hook = FSDPModule.set_all_reduce_hook
 
     def set_hook_with_key(self, hook):
         set_hook(self, partial(hook, key=id(self)))
 
     def average_and_note(self, values):
-        rows = module.encode(F.pad(values, (0, -len(values) % 256)), self.wire_dtype)
+        rows = module.encode(F.pad(values, (0, -len(values) % module.ROW_LENGTH)), self.wire_dtype)
         self.own = module.decode(rows, self.wire_dtype)[: len(values)]
-        return average(self, values)
+        return average_all(self, values)
 
     def call_with_feedback(self, gradient, *, key):
         if self.mode == "none":
@@ -137,7 +137,7 @@ def feedback(module, decay):
         residuals[key] = given - sent_by_this_rank(self, given)
 
     FSDPModule.set_all_reduce_hook = set_hook_with_key
-    module.GradientCompressor.average = average_and_note
+    module.GradientCompressor.average_all = average_and_note
     module.GradientCompressor.__call__ = call_with_feedback
 
 
@@ -145,15 +145,15 @@ def sent_by_this_rank(compressor, gradient):
     """What the replicas would have got from this rank alone of the gradient averaged last."""
     if compressor.mode not in ("randk", "dct"):
         return compressor.own
-    compressor.average = lambda values: compressor.own  # hides the method: nothing is sent
+    compressor.average_all = lambda values: compressor.own  # hides the method: nothing is sent
     sent = compressor.average_subset(gradient)
-    del compressor.average
+    del compressor.average_all
     return sent
 
 
 def replays(compressor):
     """Whether `sent_by_this_rank` is at work: then indices must be those of before."""
-    return "average" in vars(compressor)
+    return "average_all" in vars(compressor)
 
 
 def warmup(module, steps):

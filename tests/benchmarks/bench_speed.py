@@ -330,7 +330,7 @@ def clocked(module, _):
 
         setattr(log, name, timed)
 
-    for name, book in (("lap", "timers"), ("times", "timers"), ("step", "log")):
+    for name, book in (("lap", "timers"), ("pop_times", "timers"), ("step", "log")):
         wrap(name, book)
     memory_gb, close, step = module.memory_gb, log.close, log.step
 

@@ -256,7 +256,7 @@ def main(args):
             is_last = i == len(micro_batches) - 1
             # Until then each rank keeps whole gradients: more memory for less communication.
             model.set_requires_gradient_sync(is_last)
-            # With --no-reshard-after-forward they are gathered once per step, and freed here.
+            # With --no-reshard-after-forward, parameters are gathered and freed once per step.
             model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
 
             loss = loss_sum(model, input_ids, targets)

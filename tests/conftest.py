@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import random
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import psutil
 import pytest
@@ -118,6 +120,13 @@ def metrics(folder):
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps)), f"a step is missing or logged twice: {steps}"
     return {line["step"]: line for line in lines}
+
+
+def default_sequences(seq_length):
+    """Training sequences of the default data, whose text differs between versions of Python."""
+    num_tokens = sum(len(text.encode()) + 1 for text in topics.values())
+    num_sequences = num_tokens // seq_length
+    return num_sequences - math.ceil(num_sequences / 20)
 
 
 def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4):

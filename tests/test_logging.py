@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import SMALL, end, load, metrics, run, script, start
+from conftest import SMALL, default_sequences, end, load, metrics, run, script, start
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,7 +62,7 @@ def test_the_numbers_agree_with_each_other(offline):
     assert sum(parts) == pytest.approx(total)
     assert line["eval/perplexity"] == pytest.approx(torch.tensor(line["eval/loss"]).exp().item())
     assert line["memory/peak_allocated_gb"] >= line["memory/current_allocated_gb"] > 0.1
-    assert line["epoch"] == pytest.approx(6 / (6919 // 8))
+    assert line["epoch"] == pytest.approx(6 / (default_sequences(64) // 8))
 
 
 def test_times_are_means_over_the_steps_between_two_log_lines(monkeypatch):

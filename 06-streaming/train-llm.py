@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -599,7 +600,9 @@ def load_data(args, tokenizer):
 def load_splits(name, subset):
     """Returns the splits of a data set by name. Their rows are read when they are needed."""
     if name == "python-docs":
-        texts = datasets.Dataset.from_dict({"text": list(topics.values())})
+        # Each paragraph is a document: the topics are too few, and their lengths differ too much.
+        paragraphs = [part for text in topics.values() for part in text.split("\n\n")]
+        texts = datasets.Dataset.from_dict({"text": paragraphs})
         return {"train": texts.to_iterable_dataset()}
 
     path = Path(name)
@@ -645,6 +648,8 @@ class Streams:
         # Each stream has files of its own. If there are fewer files than streams, a rank reads all
         # documents, and keeps those of its streams.
         self.num_readers = count if documents.num_shards >= count else 1
+        # A thread reads and tokenizes ahead, while the model trains.
+        self.thread = ThreadPoolExecutor(max_workers=1)
 
     def held_out(self):
         """The first documents as sequences, for evaluation. The streams leave them out."""
@@ -668,7 +673,11 @@ class Streams:
         shards = {stream % self.num_readers for stream in self.positions}
         self.readers = {shard: Reader(self, shard) for shard in shards}
         self.sequences = {stream: self.cut(stream) for stream in self.positions}
-        self.upcoming = {stream: next(self.sequences[stream], None) for stream in self.positions}
+        self.upcoming = {stream: self.read_ahead(stream) for stream in self.positions}
+
+    def read_ahead(self, stream):
+        """Has the thread cut the next sequence of a stream. Its result will be None at the end."""
+        return self.thread.submit(next, self.sequences[stream], None)
 
     def rank_of(self, stream):
         """The rank whose share of a global batch has the sequences of this stream."""
@@ -700,20 +709,20 @@ class Streams:
             # another sequence.
             has_sequence = torch.zeros(self.count, dtype=torch.int32)
             for stream, upcoming in self.upcoming.items():
-                has_sequence[stream] = upcoming is not None
+                has_sequence[stream] = upcoming.result() is not None
             dist.all_reduce(has_sequence)
             order = [(self.turn + i) % self.count for i in range(self.count)]
             live = [stream for stream in order if has_sequence[stream]]
 
-            if not live and self.turn == 0:
-                fail("--dataset-name: the documents fill no sequence besides those held out")
             if not live:
+                if self.turn == 0:  # the epoch has only begun
+                    fail("--dataset-name: the documents fill no sequence besides those held out")
                 self.open(self.epoch + 1, 0, None)
             for stream in live[: self.batch_size - len(drawn)]:
                 if stream in self.upcoming:
-                    sequence, self.positions[stream] = self.upcoming[stream]
+                    sequence, self.positions[stream] = self.upcoming[stream].result()
                     self.rows.append(sequence)
-                    self.upcoming[stream] = next(self.sequences[stream], None)
+                    self.upcoming[stream] = self.read_ahead(stream)
                 drawn.append(stream)
                 self.turn = stream + 1
 
@@ -1173,7 +1182,7 @@ def parse_args():
     add("-d", "--dataset-name", default="python-docs", help="or a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
     add("--data-streams", type=positive(int), help="a multiple of the global batch, the default")
-    add("--data-held-out", type=positive(int), help="documents to evaluate on; default: 100")
+    add("--data-held-out", type=positive(int), default=100, help="documents to evaluate on")
     add("-s", "--seq-length", type=positive(int), help="default: 1024, or the model's limit")
     add("-b", "--batch-size", type=positive(int), default=8, help="sequences per micro-batch")
     add("--global-batch-size", type=positive(int), default=32, help="sequences per optimizer step")
@@ -1298,12 +1307,10 @@ def check_compression(args):
 
 def check_streams(args):
     """Ends the run if its flags do not fit streams. Chooses those that depend on others."""
-    if args.dataset_name == "python-docs":  # 79 documents, half a megabyte
+    if args.dataset_name == "python-docs":
         args.max_steps = args.max_steps or 160
-        args.data_held_out = args.data_held_out or 4
     if args.max_steps is None:
         fail("--max-steps: is needed, because the length of a stream is not known")
-    args.data_held_out = args.data_held_out or 100
     args.data_streams = args.data_streams or args.global_batch_size
     if args.data_streams % args.global_batch_size > 0:
         batch_size = args.global_batch_size

@@ -316,7 +316,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 
 
 def test_it_runs_without_an_argument_and_learns(tmp_path):
-    """Law 5, on the default data, of which it holds out four documents."""
+    """Law 5, on the default data."""
     result = run("06-streaming", 2, "--max-steps", 30, cwd=tmp_path)
     losses = [float(line.split()[3]) for line in result.out.splitlines() if line[:5] == "step "]
     assert losses[0] > 5.5 > 4 > losses[-1]

@@ -218,17 +218,19 @@ def scaling():
 
 
 def streaming():
-    """Two processes: rung 06, which tokenizes between the steps, against rung 05, which has done so
-    before the first one. The documents are the paragraphs of the default data: where streams have
-    few documents, some end early, and the ranks that read the others get more than their share."""
+    """Two processes: rung 06, which tokenizes during the steps, against rung 05, which has done so
+    before the first one. The documents of both are the paragraphs of the default data, so often
+    that no stream ends: when streams end, ranks have unlike numbers of sequences."""
     rows = []
     paragraphs = [part for text in topics.values() for part in text.split("\n\n")]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in paragraphs)
     for name in ["tiny, 0.7 M", "Llama, 25 M"] if not GPU else MODELS:
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
             how["steps"] *= 2
             data = Path(folder, "paragraphs.jsonl")
-            data.write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs))
+            tokens = how["steps"] * how["global_batch_size"] * how["seq_length"]
+            data.write_text(lines * (1 + 2 * tokens // len(lines)))
             flags = ("-d", data, "--compression", "none")
             contenders = {
                 "rung 06": partial(run_rung, how, RUNG_06, 2, *flags),

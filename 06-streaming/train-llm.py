@@ -192,16 +192,16 @@ def main(args):
     for dimension in mesh.mesh_dim_names:
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(dimension))
     shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
+    compression = args.compression if num_replicas > 1 else "none"
+    say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
+    if num_replicas == 1 and args.compression != "none":
+        say("nothing to compress: --shard-size 1 makes each process a replica")
 
     # Sharding: each rank keeps 1 / shard_size of every parameter, its shard. FSDP gathers the
     # parameters of a block from the ranks of its row before its forward pass, frees them after it,
     # and gathers them again for its backward pass. So besides its shards a GPU holds the parameters
     # of a few blocks at a time. What is not in a block, the embeddings and the last norm, is
     # sharded with the root module.
-    compression = args.compression if num_replicas > 1 else "none"
-    say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
-    if num_replicas == 1 and args.compression != "none":
-        say("nothing to compress: --shard-size 1 makes each process a replica")
     for module in [*blocks, model]:
         fully_shard(module, mesh=shard_mesh, mp_policy=mixed_precision, offload_policy=offload)
     if args.no_reshard_after_forward:

@@ -313,7 +313,13 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan, planner):
         """Writes the files of this rank, and computes their checksums."""
-        results = super().write_data(plan, planner).wait()
+        try:
+            results = super().write_data(plan, planner).wait()
+        except OSError:
+            # The run will end. Python 3.13 would print a traceback for each file of DCP's that
+            # cannot be flushed, behind the line that says why.
+            sys.unraisablehook = lambda unraisable: None
+            raise
         names = {result.storage_data.relative_path for result in results}
         files = {name: size_and_crc(self.path / name) for name in names}
         # DCP gathers what this future holds from all ranks, and gives the list to `finish`.

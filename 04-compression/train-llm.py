@@ -100,14 +100,22 @@ def main(args):
     # Data: sequences of one length, cut from the documents.
     config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
     args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
-    # The ranks of a machine take turns: the first one tokenizes, the others read its cache.
-    with FileLock(f"/tmp/train-llm-{os.getuid()}.lock"):
-        train_data, eval_data = load_data(
-            args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
-        )
-    # Then all ranks wait for the last one. That may take hours, and a collective fails when it
-    # waits for longer than its timeout. So this barrier has a process group with a long timeout.
+    # The ranks of a machine take turns: the first one tokenizes, and the others read what it leaves
+    # in the cache. It takes the lock before a barrier, a collective that returns when every rank
+    # has called it, and the others take it after that. A collective fails when it waits for longer
+    # than its timeout, and tokenizing may take hours. So the barriers have a group of their own.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+    lock = FileLock(f"/tmp/train-llm-{os.getuid()}-{os.getppid()}.lock")
+    tokenizes = int(os.environ["LOCAL_RANK"]) == 0
+    if tokenizes:
+        lock.acquire()
+    dist.barrier(loading_group)
+    if not tokenizes:
+        lock.acquire()
+    train_data, eval_data = load_data(
+        args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
+    )
+    lock.release()
     dist.barrier(loading_group)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 

@@ -94,17 +94,18 @@ def test_initialisation(folder):
     )
     for row in rows:
         true = right[row[0]]
-        assert float(row[6]) == pytest.approx(5.95, abs=0.4 if SAME_TEXT else 0.7)
-        difference = abs(float(row[7]) - float(true[7]))
-        if row[1].startswith("reset"):
+        reset = row[1].startswith("reset")
+        if reset:
             assert float(row[2]) > 0.9
-            assert difference > 0.5
             assert (row[5] == true[5]) == ("by hand" in row[1] or row[0] == "GPT-2")
         else:
             assert row[2:6] == true[2:6]
-            assert difference < 0.35
+        assert float(row[6]) == pytest.approx(5.95, abs=0.4 if SAME_TEXT else 0.7)
+        if SAME_TEXT:  # how far 30 steps come depends on the text
+            difference = abs(float(row[7]) - float(true[7]))
+            assert difference > 0.5 if reset else difference < 0.35
     assert trained[5] == "right" and loaded[2:6] == [*trained[2:5], "wrong"]
-    assert float(loaded[6]) > float(trained[6]) + 0.1
+    assert float(loaded[6]) > float(trained[6]) + (0.1 if SAME_TEXT else 0)
 
 
 def test_cosine(folder):

@@ -188,9 +188,11 @@ def main(args):
     mesh = init_device_mesh(
         device.type, (num_replicas, shard_size), mesh_dim_names=("replicate", "shard")
     )
-    # Groups of a mesh have a timeout of their own, and no argument that sets it.
+    # Groups of a mesh have a timeout of their own, and no argument that sets it. `set_timeout` came
+    # with PyTorch 2.14.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     for dimension in mesh.mesh_dim_names:
-        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(dimension))
+        set_timeout(timeout, mesh.get_group(dimension))
     shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
     compression = args.compression if num_replicas > 1 else "none"
     say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")

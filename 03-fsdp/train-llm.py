@@ -96,16 +96,16 @@ def main(args):
     # Data: sequences of one length, cut from the documents.
     config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
     args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
-    # The ranks of a machine take turns: the first one tokenizes, and the others read what it leaves
-    # in the cache. It takes the lock before a barrier, a collective that returns when every rank
-    # has called it, and the others take it after that. A collective fails when it waits for longer
-    # than its timeout, and tokenizing may take hours. So the barriers have a group of their own.
+    # The ranks of a machine take turns: the first one tokenizes, and the others read the result
+    # from the cache. A barrier is a collective that returns when every rank has called it. A
+    # collective fails when it waits for longer than its timeout, and tokenizing may take hours. So
+    # these barriers have a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     lock = FileLock(f"/tmp/train-llm-{os.getuid()}-{os.getppid()}.lock")
     tokenizes = int(os.environ["LOCAL_RANK"]) == 0
     if tokenizes:
         lock.acquire()
-    dist.barrier(loading_group)
+    dist.barrier(loading_group)  # from here on, the first rank of each machine has its lock
     if not tokenizes:
         lock.acquire()
     train_data, eval_data = load_data(
@@ -113,6 +113,7 @@ def main(args):
     )
     lock.release()
     dist.barrier(loading_group)
+    Path(lock.lock_file).unlink(missing_ok=True)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The

@@ -190,7 +190,7 @@ def main(args):
     )
     # Groups of a mesh have a timeout of their own, and no argument that sets it. `set_timeout` came
     # with PyTorch 2.14.
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for dimension in mesh.mesh_dim_names:
         set_timeout(timeout, mesh.get_group(dimension))
     shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")

@@ -8,12 +8,15 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import forked
 import psutil
 import pytest
+import torch
 from ladder import ROOT, builds_on, script
 from ladder import RUNGS as RUNGS  # tests take it from here
 
@@ -104,11 +107,23 @@ def finish(process, timeout=TIMEOUT):
     return Result(process.returncode, out, err)
 
 
-def run(rung, processes, *flags, path=None, check=True, cwd=None, **more):
-    """Runs a rung to its end; with `check` it must end well."""
+def fork(path, processes, *flags, cwd=None, **more):
+    """As `start`, but from the fork server, which saves the imports. Where that would not be the
+    same, the script is started: with another environment for packages to read, or with a GPU."""
+    variables = environment(**more)
+    forked.start_server(environment())
+    if torch.cuda.is_available() or not forked.can_fork(variables):
+        return start(path, processes, *flags, cwd=cwd, **more)
+    return forked.ForkedRun(path, processes, [*map(str, flags)], variables, cwd)
+
+
+def run(rung, processes, *flags, path=None, check=True, cwd=None, launched=False, **more):
+    """Runs a rung to its end; with `check` it must end well. The run is forked, which saves the
+    imports, or with `launched` started by python and torchrun as users start it."""
     if rung == "01-single-gpu" and processes == 1:
         processes = None
-    result = finish(start(path or script(rung), processes, *flags, cwd=cwd, **more))
+    begin = start if launched else fork
+    result = finish(begin(path or script(rung), processes, *flags, cwd=cwd, **more))
     if check:
         assert result.returncode == 0, f"{rung} on {processes}\n{result.out}\n{result.err}"
     return result
@@ -159,6 +174,14 @@ def mount_small_disk(folder, megabytes):
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip("a small disk needs root and mount")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints a line for each reason for which tests were skipped, with their number."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)

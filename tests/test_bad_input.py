@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, finish, load, run, start
+from conftest import ROOT, RUNGS, finish, fork, load, run
 from transformers import GPT2Config, LlamaConfig, T5Config
+
+pytestmark = pytest.mark.law5
 
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 PYTHON = ("01-single-gpu", 1)
@@ -247,7 +249,7 @@ def test_one_line_of_all_ranks(rung, flags, said, inputs):
 
 @pytest.mark.parametrize("rung", RUNGS[1:])
 def test_rungs_that_need_torchrun_say_so(rung):
-    result = finish(start(ROOT / rung / "train-llm.py", None))
+    result = finish(fork(ROOT / rung / "train-llm.py", None))
     assert result.returncode == 2
     assert result.errors == [
         "train-llm.py: error: this rung needs torchrun: "
@@ -256,7 +258,7 @@ def test_rungs_that_need_torchrun_say_so(rung):
 
 
 def test_rung_01_refuses_several_processes():
-    result = finish(start(ROOT / "01-single-gpu" / "train-llm.py", 2))
+    result = finish(fork(ROOT / "01-single-gpu" / "train-llm.py", 2))
     assert result.returncode != 0
     assert result.errors == [
         "train-llm.py: error: this rung is one process: "

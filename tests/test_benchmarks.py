@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from conftest import load
 
+pytestmark = pytest.mark.law6
+
 LINE = {
     "step": 4,
     "comm/bytes_per_step": 1_000_000,

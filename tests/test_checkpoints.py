@@ -17,12 +17,12 @@ from conftest import (
     end,
     exact,
     finish,
+    fork,
     metrics,
     mount_small_disk,
     run,
     same_bits,
     script,
-    start,
 )
 
 # A schedule that does not depend on the total, so that --max-steps says where a run stops.
@@ -59,12 +59,14 @@ def named(folder):
     return ("-e", "a", "--save-dir", folder)
 
 
+@pytest.mark.law3
 def test_the_walk_makes_each_change_once():
     changes = list(itertools.pairwise(WALK))
     assert sorted(changes) == sorted(itertools.permutations(CONFIGURATIONS, 2))
     assert [change for part in PARTS for change in itertools.pairwise(part)] == changes
 
 
+@pytest.mark.law3
 @pytest.mark.parametrize(
     "walk", [SHORT, *[pytest.param(part, marks=pytest.mark.slow) for part in PARTS]]
 )
@@ -102,6 +104,7 @@ INSTANTS = {
 QUICK_INSTANTS = ["before the rename", "after the rename"]
 
 
+@pytest.mark.law4
 @pytest.mark.parametrize(
     "instant",
     [x if x in QUICK_INSTANTS else pytest.param(x, marks=pytest.mark.slow) for x in INSTANTS],
@@ -121,6 +124,7 @@ def test_a_kill_inside_a_save(instant, uninterrupted, tmp_path):
     assert (tmp_path / "a" / "final_model" / "step-00000012").exists()
 
 
+@pytest.mark.law4
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_of_one_rank_inside_a_save(victim, uninterrupted, tmp_path):
@@ -139,7 +143,7 @@ def kill_at_random_until_done(rung, processes, folder, kills, seed):
     draw = random.Random(seed)
     flags = (*SAVING, *named(folder))
     for _ in range(kills):
-        process = start(script(rung), None if processes == 1 else processes, *flags)
+        process = fork(script(rung), None if processes == 1 else processes, *flags)
         log = Path(folder) / "a" / "metrics.jsonl"
         before = log.stat().st_mtime if log.exists() else 0
         deadline = time.monotonic() + 300
@@ -153,6 +157,7 @@ def kill_at_random_until_done(rung, processes, folder, kills, seed):
     return run(rung, processes, *flags)
 
 
+@pytest.mark.law4
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rung", "processes", "kills"),
@@ -204,6 +209,7 @@ DAMAGES = [(how, file) for how in (truncate, flip, Path.unlink, empty) for file 
 QUICK_DAMAGES = [(truncate, FILES[0]), (flip, FILES[1]), (flip, FILES[2]), (Path.unlink, FILES[0])]
 
 
+@pytest.mark.law4
 @pytest.mark.parametrize(
     ("damage", "file"),
     [pytest.param(*x, marks=() if x in QUICK_DAMAGES else pytest.mark.slow) for x in DAMAGES],
@@ -218,6 +224,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(damage, file, copy, uninterru
     assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
 
 
+@pytest.mark.law4
 @pytest.mark.slow
 def test_damage_that_another_rank_finds(copy):
     """Two damaged ones in a row; each file is verified by one of 3 ranks, all go on together."""
@@ -234,6 +241,7 @@ def test_damage_that_another_rank_finds(copy):
     assert "cpu_offload" not in state["flags"]
 
 
+@pytest.mark.law4
 def test_nothing_intact_starts_anew_and_keeps_the_damaged(copy, uninterrupted):
     for step in (3, 6, 9, 12):
         flip(copy / "a" / f"step-{step:08d}" / "__0_0.distcp")
@@ -243,6 +251,7 @@ def test_nothing_intact_starts_anew_and_keeps_the_damaged(copy, uninterrupted):
     assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
 
 
+@pytest.mark.law4
 def test_what_is_not_a_runs_own_stays(copy):
     """A start removes what a kill has left of a save, and nothing else."""
     for name in ("step-00000003.tmp", "step-00000006.old", "final_model.old", "step-notes.tmp"):
@@ -253,6 +262,7 @@ def test_what_is_not_a_runs_own_stays(copy):
     assert left == {"final_model.old", "step-notes.tmp", "notes.old"}
 
 
+@pytest.mark.law4
 def test_a_finished_run_says_so(copy):
     before = (copy / "a" / "metrics.jsonl").read_text()
     out = run("01-single-gpu", 1, *named(copy)).out
@@ -260,6 +270,7 @@ def test_a_finished_run_says_so(copy):
     assert (copy / "a" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.law4
 def test_a_run_without_its_export_exports(copy):
     shutil.rmtree(copy / "a" / "final_model")
     out = run("01-single-gpu", 1, *named(copy)).out
@@ -267,13 +278,14 @@ def test_a_run_without_its_export_exports(copy):
     assert (copy / "a" / "final_model" / "model.safetensors").exists()
 
 
+@pytest.mark.law4
 @pytest.mark.parametrize(
     ("flags", "total"),
     [(("--max-steps", "14"), 14), (("--max-steps", "99999", "--num-epochs", "1"), 864)],
 )
 def test_the_total_may_be_raised(copy, flags, total):
     """The schedule is recomputed, and the run says so. The rest of its flags stay."""
-    process = start(script("01-single-gpu"), None, *named(copy), *flags, "--ckpt-freq", 2)
+    process = fork(script("01-single-gpu"), None, *named(copy), *flags, "--ckpt-freq", 2)
     if total > 20:
         log = copy / "a" / "step-00000014"
         while not log.exists() and process.poll() is None:
@@ -328,6 +340,7 @@ def test_flags_txt_repeats_the_run(copy, tmp_path, uninterrupted):
     assert same_bits(uninterrupted("01-single-gpu", 1), metrics(tmp_path / "b"), range(1, 13))
 
 
+@pytest.mark.law4
 def test_old_checkpoints_are_pruned(tmp_path):
     run("01-single-gpu", 1, *SAVING, *named(tmp_path), "--keep-checkpoints", "2")
     kept = sorted(path.name for path in (tmp_path / "a").glob("step-*"))
@@ -342,6 +355,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.law4
 @pytest.mark.parametrize(
     "when", [pytest.param("before the save", marks=pytest.mark.slow), "during the save"]
 )
@@ -371,6 +385,7 @@ def fill(disk):
             file.flush()
 
 
+@pytest.mark.law4
 @pytest.mark.slow
 def test_a_disk_that_fills_between_saves(small_disk):
     """The log is what meets it, in the run and at the next start. Both end in a line."""
@@ -379,7 +394,7 @@ def test_a_disk_that_fills_between_saves(small_disk):
     log = small_disk / "a" / "metrics.jsonl"
     said = "the disk is full"
     for step in (8, 0):
-        process = start(script("01-single-gpu"), None, *flags, "--max-steps", 2000)
+        process = fork(script("01-single-gpu"), None, *flags, "--max-steps", 2000)
         while step and process.poll() is None and f'"step": {step},' not in log.read_text():
             time.sleep(0.02)
         if step:
@@ -401,6 +416,7 @@ def test_a_disk_that_fills_between_saves(small_disk):
     assert (small_disk / "a" / "final_model" / "step-00000012").exists()
 
 
+@pytest.mark.law4
 def test_a_full_disk_under_several_ranks(small_disk):
     flags = (*SAVING, *named(small_disk), "--keep-checkpoints", "5")
     result = run("03-fsdp", 2, *flags, check=False)

@@ -12,12 +12,12 @@ from conftest import (
     TEST_MODULES,
     assert_same_curve,
     finish,
+    fork,
     load,
     metrics,
     mutant,
     run,
     same_bits,
-    start,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,7 +39,7 @@ def averages():
     @cache
     def averages_of(replicas):
         worker = SUPPORT / "compression_worker.py"
-        result = finish(start(worker, replicas, PYTHONPATH=TEST_MODULES))
+        result = finish(fork(worker, replicas, PYTHONPATH=TEST_MODULES))
         assert result.returncode == 0, result.err
         return json.loads(result.out.split("RESULTS")[1].splitlines()[0])
 
@@ -97,6 +97,7 @@ def test_a_value_comes_back_within_half_a_level(rung, wire, blocks, scale, seed)
         assert (error <= largest / levels * 0.5001 + 1e-37).all()
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_all_replicas_get_the_same_bits(averages, replicas):
     assert len(averages(replicas)) == len(MODES) * 9
@@ -142,6 +143,7 @@ def bytes_sent(case, replicas):
     return share * 2 * rows * row
 
 
+@pytest.mark.law6
 @pytest.mark.parametrize("replicas", REPLICAS)
 def test_what_is_counted_is_what_is_sent(averages, replicas):
     for case in averages(replicas):
@@ -182,6 +184,7 @@ MESHES = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)]
 EVERYWHERE = ("int4", "dct")
 
 
+@pytest.mark.law1
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "processes", "shard_size"),
@@ -193,6 +196,7 @@ def test_replicas_stay_equal_to_the_last_bit(tmp_path, way, processes, shard_siz
     assert "equal after step 30" in run(RUNG, processes, *flags, path=checked(tmp_path)).out
 
 
+@pytest.mark.law1
 def test_replicas_that_differ_are_noticed(tmp_path):
     """The check above bites: a replica that keeps its own gradient fails it."""
     path = checked(tmp_path)
@@ -211,6 +215,7 @@ NATIVE = (
 )
 
 
+@pytest.mark.law1
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "shard_size"), [(2, 1), (4, 2)])
 def test_none_equals_pytorchs_own_hybrid_sharding(tmp_path, processes, shard_size):
@@ -223,6 +228,7 @@ def test_none_equals_pytorchs_own_hybrid_sharding(tmp_path, processes, shard_siz
     assert_same_curve(ours, native, range(1, 21), rel_loss=1e-6, rel_norm=1e-6)
 
 
+@pytest.mark.law1
 @pytest.mark.slow
 def test_a_full_spectrum_in_fp32_equals_none(curve):
     flags = ("--max-steps", "20", *SMALL, "--shard-size", 1)
@@ -230,6 +236,7 @@ def test_a_full_spectrum_in_fp32_equals_none(curve):
     assert_same_curve(none, curve(RUNG, 2, *flags, *ALL, "fp32"), range(1, 21))
 
 
+@pytest.mark.law4
 @pytest.mark.slow
 def test_a_compressed_run_resumes_to_the_last_bit(tmp_path, curve):
     """The hook keeps nothing from step to step, so a checkpoint holds nothing of it."""
@@ -300,6 +307,7 @@ def test_it_works_with_what_the_other_rungs_have(tmp_path, more):
     assert metrics(tmp_path / "a")[6]["loss"] < metrics(tmp_path / "a")[1]["loss"]
 
 
+@pytest.mark.law3
 @pytest.mark.slow
 def test_a_compressed_run_goes_on_with_other_replicas(tmp_path):
     """Nothing of the hook is in the checkpoint, so any mesh takes it up, and any mode."""

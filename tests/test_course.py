@@ -19,6 +19,8 @@ import traps
 from conftest import ROOT, RUNGS, SUPPORT, environment, finish, load, script
 from test_ladder import PAIRS, changed_lines
 
+pytestmark = pytest.mark.law6
+
 BELOW = {rung: below for below, rung in PAIRS}
 CHAPTERS = [f"{rung}/README.md" for rung in RUNGS]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "outputs/README.md", *CHAPTERS]

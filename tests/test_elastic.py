@@ -8,8 +8,7 @@ import zipfile
 from functools import partial
 
 import pytest
-from conftest import FAULTS, end, finish, metrics, mount_small_disk, same_bits, script
-from conftest import start as begin
+from conftest import FAULTS, end, finish, fork, metrics, mount_small_disk, same_bits, script
 from nodes import (
     FLAGS,
     INTERVAL,
@@ -22,6 +21,8 @@ from nodes import (
     wait_until,
     world_sizes,
 )
+
+pytestmark = pytest.mark.law4
 
 # A checkpoint may be in the making when a node dies: then the one before is taken.
 MOST = 2 * INTERVAL
@@ -233,7 +234,7 @@ SAVING = ("-e", "a", *FLAGS[:-2], "--max-steps", "20", "--ckpt-freq", "5")
 
 def started(folder, **variables):
     flags = (*SAVING, "--save-dir", folder)
-    return begin(script("05-multinode"), 1, *flags, PYTHONPATH=str(FAULTS), **variables)
+    return fork(script("05-multinode"), 1, *flags, PYTHONPATH=str(FAULTS), **variables)
 
 
 def test_a_checkpoint_is_written_beside_the_next_steps(tmp_path, curve):

@@ -11,8 +11,10 @@ import sys
 import termios
 
 import pytest
-from conftest import ROOT, RUNGS, SMALL, environment, finish, run, script, start
+from conftest import ROOT, RUNGS, SMALL, environment, finish, fork, run, script, start
 from ladder import builds_on
+
+pytestmark = pytest.mark.law5
 
 QUICK = [("02-ddp", 1)]
 
@@ -96,7 +98,7 @@ def test_the_bar_shows_the_loss():
 
 @pytest.mark.parametrize("rung", RUNGS)
 def test_help_has_a_line_for_each_flag(rung):
-    result = finish(start(script(rung), 1 if rung != "01-single-gpu" else None, "--help"))
+    result = finish(fork(script(rung), 1 if rung != "01-single-gpu" else None, "--help"))
     assert result.returncode == 0
     for flag in ("--experiment-name", "--global-batch-size", "--comet-offline", "--lr-scheduler"):
         assert flag in result.out

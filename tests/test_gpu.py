@@ -13,12 +13,14 @@ RUNGS = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression",
 RUNGS += [("05-multinode", 1)]
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize(("rung", "processes"), RUNGS[1:])
 def test_the_rungs_agree_on_a_gpu(rung, processes, curve):
     one = curve("01-single-gpu", 1, *FEW, "--dtype", "fp32")
     assert_same_curve(one, curve(rung, processes, *FEW, "--dtype", "fp32"), range(1, 21))
 
 
+@pytest.mark.law1
 def test_a_gpu_gives_the_curve_of_a_cpu(curve):
     flags = (*FEW, "--dtype", "fp32")
     cpu = curve("01-single-gpu", 1, *flags, "--device", "cpu")
@@ -34,6 +36,7 @@ def test_mixed_precision(rung, processes, dtype, curve):
     assert_same_curve(fp32, mixed, range(1, 5), rel_loss=1e-2, rel_norm=1e-1)
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize("flag", ["--compile", "--activation-checkpointing", "--attn=eager"])
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 def test_switches_leave_the_curve(rung, processes, flag, curve):
@@ -92,6 +95,7 @@ def test_more_processes_than_gpus():
     ]
 
 
+@pytest.mark.law3
 def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path):
     named = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--dtype", "fp32", "--log-freq", "1")
     run("01-single-gpu", 1, *named, "--max-steps", "4")

@@ -77,6 +77,7 @@ def changed_lines(below, rung):
     return sum(line.startswith(("<", ">")) for line in diff(below, rung))
 
 
+@pytest.mark.law2
 @pytest.mark.parametrize(("below", "rung"), PAIRS)
 def test_count_the_changed_lines(below, rung, capsys):
     """There is no limit: a diff is as long as its idea takes. The count is printed."""
@@ -86,6 +87,7 @@ def test_count_the_changed_lines(below, rung, capsys):
     assert count > 0
 
 
+@pytest.mark.law2
 @pytest.mark.parametrize(("below", "rung"), PAIRS)
 def test_functions_that_an_idea_is_not_in_are_the_same(below, rung):
     lower, upper = functions(below), functions(rung)
@@ -98,6 +100,7 @@ def test_functions_that_an_idea_is_not_in_are_the_same(below, rung):
     assert changed == set(CHANGED[rung])
 
 
+@pytest.mark.law2
 @pytest.mark.parametrize(("below", "rung"), PAIRS)
 def test_no_line_is_merely_moved(below, rung):
     """A line that stands in both is not among the changed ones, but for brackets. Within a hunk it
@@ -118,6 +121,7 @@ def test_no_line_is_merely_moved(below, rung):
         assert all(added[other] == hunk for other in elsewhere), line
 
 
+@pytest.mark.law2
 @pytest.mark.parametrize("rung", RUNGS)
 def test_a_script_imports_no_other_rung(rung):
     """Standard library, its packages, and the one shared module, that of its own clone."""
@@ -130,6 +134,7 @@ def test_a_script_imports_no_other_rung(rung):
             assert node.module.split(".")[0] in allowed
 
 
+@pytest.mark.law2
 def test_comments_stay_on_higher_rungs():
     """A comment is written where its line first appears; no rung drops one with its line kept."""
     for below, rung in PAIRS:
@@ -140,6 +145,7 @@ def test_comments_stay_on_higher_rungs():
                 assert comment in upper, comment
 
 
+@pytest.mark.law6
 def test_the_readme_has_the_true_counts_and_measurements():
     text = (ROOT / "README.md").read_text()
     for below, rung in [(None, RUNGS[0]), *PAIRS]:
@@ -153,6 +159,7 @@ def test_the_readme_has_the_true_counts_and_measurements():
         assert cells[4:] == (rows[0] if rows else ["–", "–", "–"])
 
 
+@pytest.mark.law6
 def test_tables_in_prose_are_those_that_were_measured():
     """What benchmark.py and traps.py wrote to outputs/measured stands in a README word for word."""
     prose = "".join(path.read_text() for path in ROOT.glob("*/README.md"))
@@ -175,7 +182,7 @@ def test_the_tree():
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     expected = {"README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".gitignore"}
-    expected |= {"logs_and_checkpoints.py", "outputs", "tests", ".ci"}
+    expected |= {"logs_and_checkpoints.py", "outputs", "tests", ".ci", ".github"}
     assert top == expected | set(RUNGS)
 
 

@@ -23,7 +23,7 @@ from nodes import (
 )
 from slurm_cluster import SlurmMissing, cluster, processes_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.law4]
 
 
 class Job:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import SMALL, default_sequences, end, load, metrics, run, script, start
+from conftest import SMALL, default_sequences, end, fork, load, metrics, run, script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -52,6 +52,7 @@ def test_one_flat_line_per_logged_step(offline):
         assert all(isinstance(value, (int, float)) for value in line.values())
 
 
+@pytest.mark.law6
 def test_the_numbers_agree_with_each_other(offline):
     line = metrics(offline)[6]
     assert line["tokens_seen"] == 6 * 8 * 64
@@ -65,6 +66,7 @@ def test_the_numbers_agree_with_each_other(offline):
     assert line["epoch"] == pytest.approx(6 / (default_sequences(64) // 8))
 
 
+@pytest.mark.law6
 def test_times_are_means_over_the_steps_between_two_log_lines(monkeypatch):
     """Law 6. A step of 10 + 20 + 30 + 40 ms, logged at every step, then after 3."""
     load("01-single-gpu")
@@ -85,6 +87,7 @@ SIZES = {"vocab_size": 384, "hidden_size": 256, "intermediate_size": 768, "num_h
 SIZES |= {"num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 0}
 
 
+@pytest.mark.law6
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
@@ -167,10 +170,11 @@ def test_tensorboard_holds_the_same_names(offline):
     assert losses == pytest.approx(expected)
 
 
+@pytest.mark.law4
 def test_a_resumed_run_continues_its_experiment(tmp_path):
     """After a kill: the archives that were closed are whole, and the key is that of the start."""
     flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--log-freq", "1", "--ckpt-freq", "2")
-    process = start(
+    process = fork(
         script("01-single-gpu"), None, *flags, "--max-steps", "100000", "--comet-offline"
     )
     deadline = time.monotonic() + 300
@@ -195,6 +199,7 @@ def test_a_resumed_run_continues_its_experiment(tmp_path):
     assert {saved + 1, saved + 2} <= steps
 
 
+@pytest.mark.law5
 def test_without_a_key_there_is_one_hint_and_no_question(tmp_path):
     result = run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
     assert result.out.count("Comet") == 1
@@ -213,6 +218,7 @@ def test_comets_own_variable_asks_for_offline(tmp_path):
     assert len(list((tmp_path / "a" / "comet").glob("*.zip"))) == 1
 
 
+@pytest.mark.law5
 @pytest.mark.slow
 def test_an_unreachable_server_stops_nothing(tmp_path):
     flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "3")
@@ -226,6 +232,7 @@ def test_an_unreachable_server_stops_nothing(tmp_path):
         assert not path.is_file() or key.encode() not in path.read_bytes()
 
 
+@pytest.mark.law6
 def test_little_time_goes_to_anything_but_the_model(curve):
     """Outside forward, backward and update: at most 3 % of a step of the default run."""
     lines = curve("01-single-gpu", 1, "--max-steps", "20", "--eval-sequences", "8")
@@ -239,6 +246,7 @@ def test_little_time_goes_to_anything_but_the_model(curve):
     assert 1 - busy / total <= 0.03
 
 
+@pytest.mark.law6
 def test_no_device_is_waited_for_outside_log_steps():
     """In the text of the loop what waits for a device stands under the condition of a log step."""
     text = script("01-single-gpu").read_text()

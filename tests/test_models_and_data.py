@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import pickle
 import shutil
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
@@ -73,6 +75,7 @@ def loss_of_first_batch(model, tokenizer):
     return cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 def test_fine_tuning_starts_at_the_pretrained_loss(rung, processes, name, pretrained, curve):
@@ -84,6 +87,7 @@ def test_fine_tuning_starts_at_the_pretrained_loss(rung, processes, name, pretra
     assert first_loss(curve, rung, processes, "-m", folder) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize(
     "name", ["llama", *[pytest.param(n, marks=pytest.mark.slow) for n in list(CONFIGS)[1:]]]
 )
@@ -125,6 +129,7 @@ DUMP = """
 """
 
 
+@pytest.mark.law1
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gemma", "tiny"])
 def test_03_is_the_same_model_as_01(name, pretrained, tmp_path):
@@ -309,6 +314,7 @@ def rung_01(tmp_path_factory):
     return load("01-single-gpu")
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize("name", ["d.jsonl", pytest.param("texts", marks=pytest.mark.slow)])
 def test_formats_train(name, data_files, curve):
     losses = curve("01-single-gpu", 1, *FEW, "-d", data_files / name)
@@ -317,14 +323,16 @@ def test_formats_train(name, data_files, curve):
 
 @pytest.mark.slow
 def test_one_process_of_a_node_tokenises(data_files, tmp_path):
-    result = run("02-ddp", 3, *FEW, "-d", data_files / "d.jsonl", HF_HOME=str(tmp_path))
+    shutil.copy(data_files / "d.jsonl", tmp_path / "not-seen-before.jsonl")
+    result = run("02-ddp", 3, *FEW, "-d", tmp_path / "not-seen-before.jsonl")
     maps = [line for line in result.err.replace("\r", "\n").splitlines() if "Map:   0%" in line]
     assert len(maps) == 1
 
 
+@pytest.mark.law5
 def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
     """A hub id is loaded from the cache that an earlier download left, without a network."""
-    hub = tmp_path / "hub"
+    hub = Path(os.environ["LADDER_HF_HOME"]) / "hub"
     commit = "0123456789abcdef0123456789abcdef01234567"
     for kind, source in (("models--someone--little", pretrained("llama")),):
         snapshot = hub / kind / "snapshots" / commit
@@ -335,10 +343,11 @@ def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
     named = ("-e", "a", "--save-dir", tmp_path)
     for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
         shutil.rmtree(tmp_path / "a", ignore_errors=True)
-        run(rung, processes, *flags, *named, HF_HOME=str(tmp_path))
+        run(rung, processes, *flags, *named)
         assert metrics(tmp_path / "a")[1]["learning_rate"] == 2e-5
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 @pytest.mark.parametrize(
     ("flags", "rel"),

@@ -11,6 +11,8 @@ from conftest import load, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.law1
+
 
 @pytest.fixture(scope="module")
 def rungs():

@@ -12,6 +12,8 @@ import propagate
 import pytest
 from ladder import PARENTS, ROOT, RUNGS, builds_on, script
 
+pytestmark = pytest.mark.law2
+
 MARK = "  # edited\n"
 
 

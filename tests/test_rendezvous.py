@@ -16,6 +16,8 @@ import pytest
 from conftest import ROOT, TIMEOUT, environment, finish
 from nodes import free_port, wait_until
 
+pytestmark = pytest.mark.law4
+
 RUNG = ROOT / "05-multinode"
 SCRIPT = RUNG / "rendezvous.py"
 

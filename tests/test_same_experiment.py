@@ -3,6 +3,8 @@
 import pytest
 from conftest import SMALL, assert_same_curve, exact, metrics, mutant, run
 
+pytestmark = pytest.mark.law1
+
 FIFTY = ("--max-steps", "50", "--dtype", "fp32")
 # A learning rate and a clipping that count.
 MASKED = ("--max-steps", "8", "--dtype", "fp32", "-b", "2", *SMALL[:4], "--lr", "2e-3")

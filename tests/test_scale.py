@@ -6,6 +6,8 @@ import torch
 import transformers
 from conftest import metrics, run
 
+pytestmark = pytest.mark.law6
+
 SHAPES = [
     # hidden size, heads, heads of keys and values, width of the MLP
     (256, 4, 4, 512),

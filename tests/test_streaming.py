@@ -13,10 +13,11 @@ from conftest import (
     SMALL,
     SUPPORT,
     TEST_MODULES,
-    TIMEOUT,
     assert_same_curve,
     end,
     environment,
+    finish,
+    fork,
     metrics,
     run,
 )
@@ -98,16 +99,12 @@ def drawn(tmp_path_factory):
             scenario |= {"length": 32, "steps": 100, "held_out": 3 if seed % 2 else 1}
             scenarios[data, name] = scenario
     (folder / "scenarios").write_text(json.dumps(list(scenarios.values())))
-    worker = [sys.executable, SUPPORT / "streams_worker.py", folder / "scenarios"]
-    processes = [
-        subprocess.Popen(
-            [*map(str, worker), str(folder), str(rank)],
-            env=environment(PYTHONPATH=TEST_MODULES),
-        )
-        for rank in range(4)
-    ]
+    worker = (SUPPORT / "streams_worker.py", None, folder / "scenarios", folder)
+    processes = [fork(*worker, rank, PYTHONPATH=TEST_MODULES) for rank in range(4)]
     try:
-        assert [process.wait(TIMEOUT) for process in processes] == [0] * 4
+        for process in processes:
+            result = finish(process)
+            assert result.returncode == 0, result.err
     finally:
         for process in processes:
             end(process)
@@ -125,6 +122,7 @@ def tokens_of():
     return lambda text: [number["Ġ" if letter == " " else letter] for letter in text] + [0]
 
 
+@pytest.mark.law1
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("data", DATA)
 def test_each_sequence_in_its_turn_on_its_rank(drawn, tokens_of, data, plan):
@@ -162,6 +160,7 @@ for step in range(200):
     assert max(longest) <= 16
 
 
+@pytest.mark.law1
 def test_an_epoch_has_each_sequence_once(drawn, tokens_of):
     """The multiset of the first epoch, counted without the order."""
     scenarios, texts, results = drawn
@@ -183,6 +182,8 @@ def stream(processes, folder, *flags, check=True):
     return run("06-streaming", processes, *flags, check=check)
 
 
+@pytest.mark.law3
+@pytest.mark.law1
 @pytest.mark.slow
 def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
     """Law 1, and law 3 from 3 processes to 2 and to 4. Data that end in between begin again."""
@@ -265,6 +266,7 @@ BAD = {
 }
 
 
+@pytest.mark.law5
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case, tmp_path):
     flags, line = BAD[case]
@@ -315,6 +317,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
     assert much < little + 40, "MB"
 
 
+@pytest.mark.law5
 def test_it_runs_without_an_argument_and_learns(tmp_path):
     """Law 5, on the default data."""
     result = run("06-streaming", 2, "--max-steps", 30, cwd=tmp_path)

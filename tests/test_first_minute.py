@@ -21,11 +21,11 @@ QUICK = [("02-ddp", 1)]
 
 @pytest.mark.parametrize(
     ("flags", "last", "lines_at_least"),
-    [(["--max-steps", "40"], 3.5, 5), pytest.param([], 2.3, 15, marks=pytest.mark.slow)],
+    [(["--max-steps", "20"], 4.3, 3), pytest.param([], 2.3, 15, marks=pytest.mark.slow)],
 )
 def test_rung_01_without_an_argument(flags, last, lines_at_least, tmp_path):
     """From ln 384 to below 2.3 nats per byte, a log line every few steps, a sample of text. The
-    quick set takes its first quarter minute."""
+    quick set takes its first seconds."""
     process = subprocess.Popen(
         [sys.executable, script("01-single-gpu"), *flags],
         cwd=tmp_path,
@@ -63,8 +63,9 @@ def test_rung_01_without_an_argument(flags, last, lines_at_least, tmp_path):
 )
 def test_rungs_run_on_any_number_of_processes(rung, processes, tmp_path):
     """From any working directory, and with few lines that are not ours. On 2 and 4 processes they
-    run in the tests of the first law."""
-    result = run(rung, processes, *SMALL, "--max-steps", "2", cwd=tmp_path)
+    run in the tests of the first law. torchrun may say something too, so it is started for three."""
+    few = (*SMALL, "--max-steps", "2")
+    result = run(rung, processes, *few, cwd=tmp_path, launched=processes == 3)
     assert f"8 sequences per step = {processes} rank(s) × " in result.out
     foreign = [line for line in result.err.splitlines() if line.strip()]
     assert len(foreign) <= 5, foreign

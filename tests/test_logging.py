@@ -235,7 +235,7 @@ def test_an_unreachable_server_stops_nothing(tmp_path):
 @pytest.mark.law6
 def test_little_time_goes_to_anything_but_the_model(curve):
     """Outside forward, backward and update: at most 3 % of a step of the default run."""
-    lines = curve("01-single-gpu", 1, "--max-steps", "20", "--eval-sequences", "8")
+    lines = curve("01-single-gpu", 1, "--max-steps", "10", "--eval-sequences", "8")
     busy = sum(
         line[f"time/{phase}_ms"]
         for step, line in lines.items()

@@ -320,9 +320,9 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 @pytest.mark.law5
 def test_it_runs_without_an_argument_and_learns(tmp_path):
     """Law 5, on the default data."""
-    result = run("06-streaming", 2, "--max-steps", 30, cwd=tmp_path)
+    result = run("06-streaming", 2, "--max-steps", 15, cwd=tmp_path)
     losses = [float(line.split()[3]) for line in result.out.splitlines() if line[:5] == "step "]
-    assert losses[0] > 5.5 > 4 > losses[-1]
+    assert losses[0] > 5.5 > 4.7 > losses[-1]
     assert not list(tmp_path.iterdir())
 
 

@@ -59,6 +59,7 @@ def assert_changes(nodes, *expected):
         assert again == at - resumed <= most
 
 
+@pytest.mark.slow
 def test_nodes_leave_and_join_and_no_step_is_lost(curve, tmp_path):
     """On SIGTERM all save after the same step, and so they do when a node joins. Then the run is
     finished on one node: torchrun ends with 0."""

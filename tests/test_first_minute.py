@@ -63,7 +63,7 @@ def test_rung_01_without_an_argument(flags, last, lines_at_least, tmp_path):
 )
 def test_rungs_run_on_any_number_of_processes(rung, processes, tmp_path):
     """From any working directory, and with few lines that are not ours. On 2 and 4 processes they
-    run in the tests of the first law. torchrun may say something too, so it is started for three."""
+    run in the tests of law 1. torchrun may say something too, so it is started for three."""
     few = (*SMALL, "--max-steps", "2")
     result = run(rung, processes, *few, cwd=tmp_path, launched=processes == 3)
     assert f"8 sequences per step = {processes} rank(s) × " in result.out

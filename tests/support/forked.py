@@ -12,10 +12,13 @@ What a fork does not reproduce:
 * The start of an interpreter: its flags, and the cost of the imports. A `sitecustomize` on the
   PYTHONPATH is run, since tests use one.
 * torchrun: its messages, its restarts, its rendezvous. Tests of those start processes.
-* A stack dump or a core file of a process that was never Python's own.
+* Memory. What the server has imported is shared by all processes that it forks, and counts as
+  resident memory of each.
+* CUDA, which a forked process cannot use when its parent has. Where there is a GPU, tests start
+  processes.
 
-When it forks, the server has no process group, no running backward pass, no GPU and no thread of
-Python's. Linux and macOS.
+When it forks, the server has no process group, no running backward pass and no thread of Python's.
+Linux and macOS.
 """
 
 import atexit
@@ -59,23 +62,22 @@ PACKAGES = [
 ]
 # Prefixes of variables that take effect when a package is imported, or when Python starts.
 READ_AT_IMPORT = ("CUDA_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH")
-# Read by `execute` too.
-READ_BY_RUN = ("PYTHONPATH",)
 # Seconds that ranks have between SIGTERM and SIGKILL, as with torchrun.
 GRACE = 30
 OUTPUTS = ("stdout", "stderr")
 
-server = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 server_environment = {}
 # The path of a new interpreter, without its first entry, which is the folder of the script.
 interpreter_path = []
 
 
 def read_at_import(environment):
+    """The part of an environment that takes effect before a run begins."""
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_AT_IMPORT) and name not in READ_BY_RUN
+        if name.startswith(READ_AT_IMPORT) and name != "PYTHONPATH"  # `execute` reads it
     }
 
 
@@ -84,9 +86,10 @@ def start_server(environment):
     if server_environment:
         return
     command = [sys.executable, "-c", "import sys; print(*sys.path[1:], sep='\\n')"]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    bare = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
+    printed = subprocess.run(command, env=bare, capture_output=True, text=True, check=True)
     interpreter_path.extend(printed.stdout.splitlines())
-    server.set_forkserver_preload(PACKAGES)
+    context.set_forkserver_preload(PACKAGES)
     server_environment.update(environment)
     own = dict(os.environ)
     os.environ.clear()
@@ -121,7 +124,7 @@ class ForkedRun:
         for name in OUTPUTS:
             Path(self.folder.name, name).touch()
         cwd = str(cwd or os.getcwd())
-        self.process = server.Process(
+        self.process = context.Process(
             target=run,
             args=(
                 str(path),

@@ -122,6 +122,8 @@ def run(rung, processes, *flags, path=None, check=True, cwd=None, launched=False
     imports, or with `launched` started by python and torchrun as users start it."""
     if rung == "01-single-gpu" and processes == 1:
         processes = None
+    if "--compile" in flags and not (shutil.which("g++") or torch.cuda.is_available()):
+        pytest.skip("--compile on a CPU needs a compiler (Debian: apt-get install g++)")
     begin = start if launched else fork
     result = finish(begin(path or script(rung), processes, *flags, cwd=cwd, **more))
     if check:

@@ -40,7 +40,7 @@ def test_fifty_short_steps(curve, rung, processes):
     ],
 )
 def test_fifty_steps_on_all_rungs(curve, rung, processes):
-    """The default batch of 32 sequences, in micro-batches of 8. Each has half the default length."""
+    """The default batch and micro-batch, with sequences of half the default length."""
     flags = (*FIFTY, "-s", "128")
     assert_same_curve(reference(curve, *flags), curve(rung, processes, *flags), range(1, 51))
 

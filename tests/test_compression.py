@@ -231,9 +231,11 @@ def test_none_equals_pytorchs_own_hybrid_sharding(tmp_path, processes, shard_siz
 @pytest.mark.law1
 @pytest.mark.slow
 def test_a_full_spectrum_in_fp32_equals_none(curve):
+    """But for the rounding of the transform and its inverse, which gradient norms enlarge: by up to
+    2e-4 on the text of Python 3.13."""
     flags = ("--max-steps", "20", *SMALL, "--shard-size", 1)
     none = curve(RUNG, 2, *flags, "--compression", "none")
-    assert_same_curve(none, curve(RUNG, 2, *flags, *ALL, "fp32"), range(1, 21))
+    assert_same_curve(none, curve(RUNG, 2, *flags, *ALL, "fp32"), range(1, 21), rel_norm=1e-3)
 
 
 @pytest.mark.law4

@@ -113,10 +113,19 @@ def bash(block, folder):
     )
 
 
+# A run of each rung, and a user's own text. All other blocks are left to the slow tests.
+QUICK_BLOCKS = [("README.md", 0), ("README.md", 1)]
+
+
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        pytest.param(name, n, id=f"{name}-{n + 1}", marks=pytest.mark.slow if rung_of(name) else ())
+        pytest.param(
+            name,
+            n,
+            id=f"{name}-{n + 1}",
+            marks=() if (name, n) in QUICK_BLOCKS else pytest.mark.slow,
+        )
         for name in TEXTS
         for n in range(len(fences(TEXTS[name], "bash run")))
     ],

@@ -13,13 +13,14 @@ from conftest import ROOT, environment, finish
 pytestmark = pytest.mark.law6
 
 STORED = ROOT / "outputs" / "measured"
+NAMES = {file.stem.removeprefix("trap-") for file in STORED.glob("trap-*.md")}
 SCRIPT = ROOT / "tests" / "benchmarks" / "traps.py"
 # These train on the default data, and each release of Python has another text, 3.11.7 another one
 # than 3.11.2. On others than that of the stored tables only what a table shows is checked, and not
 # its numbers.
 ON_DEFAULT_DATA = ("bf16-parameters", "initialisation", "optimizer-restored")
-# These train for longer than the others, and are left to the slow tests.
-LONG = ("bf16-parameters", "initialisation", "join")
+# These take longer than the others, and are left to the slow tests.
+LONG = ("bf16-parameters", "initialisation", "kill-during-save", "sharded-init", "join")
 # Of the text of Python 3.11.7.
 CRC = 3328411364
 SAME_TEXT = zlib.crc32("".join(topics.values()).encode()) == CRC
@@ -34,16 +35,10 @@ def run(*names, **more):
 
 
 @pytest.fixture(scope="module")
-def names():
-    """All names of traps, as traps.py lists them."""
-    return [line.split()[0] for line in run().out.splitlines()]
-
-
-@pytest.fixture(scope="module")
-def folder(names, tmp_path_factory):
+def folder(tmp_path_factory):
     """The tables that are soon made. One process makes them: its start takes longer than most."""
     folder = tmp_path_factory.mktemp("traps")
-    result = run(*[name for name in names if name not in LONG], MEASURED=str(folder))
+    result = run(*sorted(NAMES.difference(LONG)), MEASURED=str(folder))
     assert result.returncode == 0, f"{result.out}\n{result.err}"
     for file in folder.iterdir():
         assert file.read_text() in result.out
@@ -72,9 +67,10 @@ def numbers(cells):
     return [float(cell.split()[0]) for cell in cells]
 
 
-def test_each_name_is_that_of_a_table(names):
-    assert {f"trap-{name}.md" for name in names} == {file.name for file in STORED.glob("trap-*.md")}
-    assert set(LONG) <= set(names)
+@pytest.mark.slow
+def test_names_are_listed():
+    assert {line.split()[0] for line in run().out.splitlines()} == NAMES
+    assert NAMES.issuperset(LONG)
 
 
 def test_token_mean(folder):
@@ -148,8 +144,10 @@ def test_optimizer_restored(folder):
     assert whole[0] > 20 and right == whole
 
 
-def test_kill_during_save(folder):
-    rows = rows_of(folder, "kill-during-save")
+@pytest.mark.slow
+def test_kill_during_save(tmp_path):
+    assert run("kill-during-save", MEASURED=str(tmp_path)).returncode == 0
+    rows = rows_of(tmp_path, "kill-during-save")
     file, dcp_folder, *right = [numbers(row[2:]) for row in rows]
     assert file == dcp_folder == [5, 0]
     assert len(right) == 3 and all(times == found == 5 for times, found in right)
@@ -174,8 +172,10 @@ def test_elastic_data(folder):
     assert len(others) == 6 and all(max(row) > 5 for row in others)
 
 
-def test_sharded_init(folder):
-    same, own, dealt = [numbers(row[1:]) for row in rows_of(folder, "sharded-init")]
+@pytest.mark.slow
+def test_sharded_init(tmp_path):
+    assert run("sharded-init", MEASURED=str(tmp_path)).returncode == 0
+    same, own, dealt = [numbers(row[1:]) for row in rows_of(tmp_path, "sharded-init")]
     assert same[0] == 100 and same[1] < 60
     assert own == [0, 0]
     assert dealt == [0, 100]

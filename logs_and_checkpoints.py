@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -25,9 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
+from transformers.core_model_loading import revert_weight_conversion
 
 # torchrun sets these for each process. Without torchrun there is one process, rank 0 of 1.
 RANK = int(os.environ.get("RANK", 0))
@@ -46,6 +49,16 @@ CONSOLE_FORMATS = {
     "mfu": ".1%",
     "eval/loss": ".4f",
     "eval/perplexity": ".2f",
+}
+# The names of data types in safetensors files.
+SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 # Features of Comet that are turned off: the script logs its own metrics and flags.
 COMET_OFF = "log_code log_graph log_git_metadata log_git_patch log_env_details parse_args"
@@ -274,6 +287,8 @@ def write_flags(path, flags):
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             lines.append(flag)
+        elif value is False and not name.startswith("no_"):
+            lines.append(f"--no-{flag[2:]}")
         elif value is not None and value is not False:
             lines.append(shlex.join([flag, str(value)]))
     path.write_text("".join(f"{line}\n" for line in lines))
@@ -465,38 +480,127 @@ def flush(path):
     os.close(descriptor)
 
 
-def save_final_model(run_dir, step, model, config, tokenizer):
-    """Writes weights (fp32) and tokenizer to `run_dir`/final_model, for `from_pretrained`."""
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(model, options=options)
+def save_final_model(run_dir, step, model, config, tokenizer, dtype):
+    """Writes weights (as `dtype`) and tokenizer to `run_dir`/final_model, for `from_pretrained`.
+
+    All ranks must call it. A sharded model is gathered block by block, and rank 0 writes each block
+    before the next one is gathered. So no rank ever holds the whole model."""
+    with torch.device("meta"):
+        empty_model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    blocks = gather_blocks(model, dict(named_tensors(empty_model)))
     problem = None
     if RANK == 0:
         try:
-            write_final_model(run_dir, step, weights, config, tokenizer)
+            write_final_model(run_dir, step, blocks, empty_model, config, tokenizer)
         except Exception as error:
             problem = f"--save-dir {run_dir}: final_model was not written: {error}"
+    for _ in blocks:  # all ranks must gather all blocks, also if rank 0 has ended with an error
+        pass
     if problem := all_gather_object(problem)[0]:
         fail(problem)
 
 
-def write_final_model(run_dir, step, weights, config, tokenizer):
-    """Writes the model to final_model.tmp, which replaces final_model when it is complete."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Tied weights have several names in `weights`. They are saved under one.
-    names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-    weights = {name: weight for name, weight in weights.items() if name in names}
+def named_tensors(model):
+    """Yields parameters and persistent buffers with their names, tied weights under one name."""
+    names = model.state_dict().keys()
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if name in names:
+            yield name, tensor
 
-    transformers.utils.logging.disable_progress_bar()
+
+def gather_blocks(model, wanted):
+    """Yields dicts of CPU tensors by name on rank 0, empty dicts on other ranks: one per block.
+
+    `wanted` has the names, and the data types to which the tensors are converted. What belongs to
+    no block, such as the embeddings, is a dict by itself."""
+    tensors = dcp_state.get_model_state_dict(model)
+
+    def block_of(name):
+        return re.match(r".*?\.\d+\.|.*", name)[0]  # such as model.layers.0.
+
+    for _, names in itertools.groupby(sorted(wanted, key=block_of), key=block_of):
+        block = {}
+        for name in names:
+            tensor = tensors[name]
+            if isinstance(tensor, DTensor):
+                # With --cpu-offload the shard is on the CPU, but the mesh is one of GPUs.
+                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+            if RANK == 0:
+                block[name] = tensor.to("cpu", wanted[name].dtype)
+        yield block
+
+
+def write_final_model(run_dir, step, blocks, empty_model, config, tokenizer):
+    """Writes the model to final_model.tmp, which replaces final_model when it is complete."""
     temporary = run_dir / "final_model.tmp"
-    model.save_pretrained(temporary, state_dict=weights)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+
+    empty_model.config.architectures = [type(empty_model).__name__]
+    empty_model.config.save_pretrained(temporary)
+    empty_model.generation_config.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     # Settings of `generate` that came with pretrained weights, if there are any.
     with contextlib.suppress(OSError, ValueError):
         generation = transformers.GenerationConfig.from_pretrained(config.name_or_path)
         generation.to_json_file(temporary / "generation_config.json")
+
+    # For some architectures the tensors in files have other names than the parameters of the model,
+    # or are parts of them. The reverted ones are those that are in files.
+    tensors = revert_weight_conversion(empty_model, dict(named_tensors(empty_model)))
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size="5GB"
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    files = {}
+    for file_name, names in split.filename_to_tensors.items():
+        parts = {name: tensors[name] for name in names}
+        files[file_name] = SafetensorsWriter(temporary / file_name, parts)
+    for block in blocks:
+        for name, tensor in revert_weight_conversion(empty_model, block).items():
+            files[split.tensor_to_filename[name]].write(name, tensor)
+    for file in files.values():
+        file.close()
     # An empty file tells which step's model this is.
     (temporary / f"step-{step:08d}").touch()
 
     shutil.rmtree(run_dir / "final_model", ignore_errors=True)
     temporary.rename(run_dir / "final_model")
+
+
+class SafetensorsWriter:
+    """A safetensors file that is written tensor by tensor. The library writes all at once.
+
+    The file begins with the length of its header. The header, in JSON, has data type, shape and
+    place of each tensor. Source: https://github.com/huggingface/safetensors#format"""
+
+    def __init__(self, path, tensors):
+        """Writes the header. `tensors` are on the meta device: they have no values yet."""
+        self.header = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, tensor in tensors.items():
+            start, end = end, end + tensor.nbytes
+            self.header[name] = {
+                "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(self.header).encode()
+        text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+
+        self.file = path.open("wb")
+        self.file.write(len(text).to_bytes(8, "little") + text)
+        self.start = self.file.tell()
+
+    def write(self, name, tensor):
+        """Writes the values of a tensor to their place."""
+        start, _ = self.header[name]["data_offsets"]
+        self.file.seek(self.start + start)
+        self.file.write(tensor.flatten().view(torch.uint8).numpy())
+
+    def close(self):
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()

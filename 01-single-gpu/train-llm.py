@@ -41,6 +41,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.checkpoint import checkpoint
 
 transformers.logging.set_verbosity_error()  # hides warnings
+# In each forward pass transformers checks whether a row holds several sequences, and Python waits
+# until the GPU has the answer. Here it is always no, and None says so.
+transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A run that is resumed must have the same values of these flags. All others may change, and so may
@@ -56,7 +59,16 @@ EXPERIMENT_FLAGS = (
 )
 # Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
 # that matches counts.
-PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+}
 
 
 def main(args):
@@ -97,9 +109,6 @@ def main(args):
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
     model = load_model(config, weights, args.attn, args.seed)
-    # Only the loaded model knows whether its architecture supports FlashAttention.
-    if args.attn == "auto" and model._supports_flash_attn and has_flash_attention(args):
-        model.set_attn_implementation("flash_attention_2")
     run_info = {
         "parameters": model.num_parameters(),
         "attention": model.config._attn_implementation,
@@ -114,16 +123,24 @@ def main(args):
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
-    # same. The whole model would take many times as long.
-    if args.compile:
+    # same. The whole model would take many times as long. The loss is compiled as well: its fp32
+    # numbers then stay in registers, where PyTorch would write each intermediate result to memory.
+    # `dynamic=False` gives each batch size code of its own. Otherwise a shorter micro-batch would
+    # replace the code of the full ones by slower code for all sizes.
+    cross_entropy = sum_cross_entropy
+    is_compiled = device.type == "cuda" if args.compile is None else args.compile
+    if is_compiled:
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, dynamic=False)
+        cross_entropy = torch.compile(sum_cross_entropy, dynamic=False)
 
     # Activation checkpointing keeps only the input of each block. In the backward pass it computes
-    # the other activations a second time.
+    # the other activations a second time. No block draws random numbers, as dropout is 0, so the
+    # state of the random number generator need not be kept for that.
     if args.activation_checkpointing:
+        options = {"use_reentrant": False, "preserve_rng_state": False}
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(checkpoint, block.forward, **options)
 
     # Mixed precision: under autocast, matrix multiplications run in `dtype`, and operations that
     # need more precision, such as the loss, in fp32.
@@ -189,7 +206,7 @@ def main(args):
         step_loss = torch.zeros((), device=device)
         for input_ids, targets in micro_batches:
             with autocast():
-                loss = loss_sum(model, input_ids, targets)
+                loss = loss_sum(model, input_ids, targets, cross_entropy)
             step_loss += loss.detach()
             log.lap("forward")
 
@@ -248,7 +265,9 @@ def main(args):
     # Export the model for `from_pretrained`. Then show how it continues the first 32 tokens of a
     # held-out sequence.
     if run_dir:
-        save_final_model(run_dir, max(last_step, total_steps), model, config, tokenizer)
+        export_dtype = DTYPES[args.export_dtype]
+        last_step = max(last_step, total_steps)
+        save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
     log.close()
     with autocast():
         tokens = sample(model, eval_data[-1]["input_ids"][:256], 32, device)
@@ -428,16 +447,13 @@ def load_model(config, weights, attn, seed):
             weights, config=config, output_loading_info=True, **options
         )
     except Exception as error:  # a damaged file makes the libraries raise errors of any type
-        fail(f"--model-name {weights or config.name_or_path}: {type(error).__name__}: {error}")
+        flags = f"--model-name {weights or config.name_or_path or 'tiny'}"
+        if attn != "auto":
+            flags += f" --attn {attn}"
+        fail(f"{flags}: {type(error).__name__}: {error}")
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()
-
-
-def has_flash_attention(args):
-    """Whether FlashAttention-2 is installed, and device and dtype are what it takes."""
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
-    return on_gpu and args.dtype != "fp32" and transformers.utils.is_flash_attn_2_available()
 
 
 def flops_per_token(model, seq_length):
@@ -491,12 +507,22 @@ def make_micro_batches(data, indices, batch_size, device):
     return micro_batches, num_targets
 
 
-def loss_sum(model, input_ids, targets):
-    """The sum of the cross-entropy over all targets, in nats: a scalar on the device."""
+def loss_sum(model, input_ids, targets, cross_entropy):
+    """The sum of the loss over all targets, in nats: a scalar on the device.
+
+    `cross_entropy` is `sum_cross_entropy`, compiled or not."""
     logits = model(input_ids=input_ids, use_cache=False).logits
+    return cross_entropy(logits, targets)
+
+
+def sum_cross_entropy(logits, targets):
+    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+# "force_eager" runs compiled blocks as if they were not. Otherwise torch.compile would compile them
+# again for this function, because without gradients they need other code.
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate(model, data, batch_size, device):
     """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
@@ -505,11 +531,12 @@ def evaluate(model, data, batch_size, device):
     micro_batches, num_targets = make_micro_batches(data, range(len(data)), batch_size, device)
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
-        total += loss_sum(model, input_ids, targets)
+        total += loss_sum(model, input_ids, targets, sum_cross_entropy)
     loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def sample(model, tokens, start, device):
     """Replaces tokens[start:], of shape (T,), by tokens sampled from the model."""
@@ -530,8 +557,8 @@ def parse_args():
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
     parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
     parser.error = fail  # one line, as for all other errors
-    # A switch has two forms, such as --compile and --no-compile.
-    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+    # A switch has two forms, such as --compile and --no-compile. Without either it is None.
+    switch = {"action": argparse.BooleanOptionalAction}
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
@@ -539,6 +566,12 @@ def parse_args():
     add("--seed", type=zero_or_more(int), default=0)
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
+    add(
+        "--export-dtype",
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="of the weights in final_model",
+    )
     add("--log-freq", type=positive(int), default=10, help="steps between log lines")
     add("--ckpt-freq", type=positive(int), default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive(int), default=2, help="number of the newest to keep")
@@ -548,10 +581,11 @@ def parse_args():
 
     add = parser.add_argument_group("model and data").add_argument
     add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
-    add("--from-scratch", help="take the architecture only, not the weights", **switch)
-    add("--attn", choices=("auto", "flash_attention_2", "sdpa", "eager"), default="auto")
+    scratch_help = "take the architecture only, not the weights"
+    add("--from-scratch", default=False, help=scratch_help, **switch)
+    add("--attn", default="auto", help="a name that transformers knows; auto: PyTorch's attention")
     add("--activation-checkpointing", help="less memory for up to a third more compute", **switch)
-    add("--compile", help="torch.compile each block", **switch)
+    add("--compile", help="torch.compile blocks and loss; default: on a GPU", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
     add("-s", "--seq-length", type=positive(int), help="default: 1024, or the model's limit")
@@ -616,13 +650,16 @@ def check_launcher():
 def check_hardware(args):
     """Ends the run if a flag asks for what this machine does not have. Sets the default dtype."""
     gpu = args.device != "cpu" and torch.cuda.is_available()
+    if args.dtype is None:
+        # GPUs from before 2020, such as V100 and T4, do not compute in bf16.
+        has_bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        args.dtype = "bf16" if has_bf16 else "fp16" if gpu else "fp32"
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here")
     if args.dtype == "fp16" and not gpu:
         fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
-    args.dtype = args.dtype or ("bf16" if gpu else "fp32")
-    if args.attn == "flash_attention_2" and not has_flash_attention(args):
-        fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
+    if args.attn.startswith("flash") and (not gpu or args.dtype == "fp32"):
+        fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16 or fp16")
 
 
 def run_dir_of(args):

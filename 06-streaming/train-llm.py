@@ -9,6 +9,7 @@ Try it, train on a text of your own, fine-tune a pretrained model. Without -e no
 
 import argparse
 import gc
+import json
 import math
 import os
 import shlex
@@ -48,6 +49,7 @@ from logs_and_checkpoints import (
     save_final_model,
     say,
 )
+from safetensors import safe_open
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -60,14 +62,27 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.utils.checkpoint import checkpoint
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    convert_and_load_state_dict_in_model,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import cached_file
 
 transformers.logging.set_verbosity_error()  # hides warnings
+# In each forward pass transformers checks whether a row holds several sequences, and Python waits
+# until the GPU has the answer. Here it is always no, and None says so.
+transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The data types in which compressed gradients are sent, see `encode`. For integers: the largest.
 WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIRE_INTEGERS = {"int8": 127, "int4": 7}
 ROW_LENGTH = 256  # values with a common scale
+# A collective whose name differs between versions of PyTorch.
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # A run that is resumed must have the same values of these flags. All others may change, and so may
 # the hardware and the rung, as the numbered scripts of this course are called.
 EXPERIMENT_FLAGS = (
@@ -84,7 +99,16 @@ EXPERIMENT_FLAGS = (
 )
 # Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
 # that matches counts.
-PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+}
 
 
 @record  # torchrun shows the traceback of the process that failed first
@@ -109,6 +133,10 @@ def main(args):
     else:
         dist.init_process_group("gloo", timeout=timeout)
     world_size = dist.get_world_size()
+    # A barrier is a collective that returns when every rank has called it. A collective fails when
+    # it waits for longer than its timeout, but to load data or a model may take hours. So the
+    # barriers for that have a process group with a long timeout.
+    loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     check_shared_folder(run_dir)
 
     # Data: sequences of one length, cut from the documents.
@@ -139,17 +167,11 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # The model may be too large for one GPU. So every rank builds `model` on the meta device, where
-    # tensors have a shape but no storage. Rank 0 also builds `full_model`, with its weights, in the
-    # memory of its CPU. Below, `model` is sharded, and its shards get the weights of `full_model`.
-    full_model = None
-    if dist.get_rank() == 0:
-        full_model = load_model(config, weights, args.attn, args.seed)
+    # The model may be too large for one GPU. So every rank builds it on the meta device, where
+    # tensors have a shape but no storage. Below, it is sharded, and its shards get their values.
     with torch.device("meta"):
         model = load_model(config, None, args.attn, args.seed)
-    # Only the loaded model knows whether its architecture supports FlashAttention.
-    if args.attn == "auto" and model._supports_flash_attn and has_flash_attention(args):
-        model.set_attn_implementation("flash_attention_2")
+    files, conversions = find_weights(model, weights)  # before `fully_shard` changes the classes
     run_info = {
         "parameters": model.num_parameters(),
         "attention": model.config._attn_implementation,
@@ -164,16 +186,24 @@ def main(args):
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
-    # same. The whole model would take many times as long.
-    if args.compile:
+    # same. The whole model would take many times as long. The loss is compiled as well: its fp32
+    # numbers then stay in registers, where PyTorch would write each intermediate result to memory.
+    # `dynamic=False` gives each batch size code of its own. Otherwise a shorter micro-batch would
+    # replace the code of the full ones by slower code for all sizes.
+    cross_entropy = sum_cross_entropy
+    is_compiled = device.type == "cuda" if args.compile is None else args.compile
+    if is_compiled:
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = torch.compile(block.forward, dynamic=False)
+        cross_entropy = torch.compile(sum_cross_entropy, dynamic=False)
 
     # Activation checkpointing keeps only the input of each block. In the backward pass it computes
-    # the other activations a second time.
+    # the other activations a second time. No block draws random numbers, as dropout is 0, so the
+    # state of the random number generator need not be kept for that.
     if args.activation_checkpointing:
+        options = {"use_reentrant": False, "preserve_rng_state": False}
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(checkpoint, block.forward, **options)
 
     # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
     # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
@@ -209,10 +239,20 @@ def main(args):
     if args.no_reshard_after_forward:
         model.set_reshard_after_forward(False)
 
-    # Now each rank allocates its shards, and receives their values from rank 0.
-    model.to_empty(device="cpu" if args.cpu_offload else device)
-    fill_from_rank_0(model, full_model, device)
+    # Now the shards get their values. Each rank reads its own from the files of a pretrained model.
+    # Random weights must be the same for any number of ranks. So rank 0 alone makes the model, in
+    # the memory of its CPU, and sends it to all. The barrier is there because this may take long.
+    shard_device = torch.device("cpu") if args.cpu_offload else device
+    full_model = None
+    if files:
+        read_shards(model, files, conversions, shard_device)
+    elif dist.get_rank() == 0:
+        full_model = load_model(config, weights, args.attn, args.seed)
+    dist.barrier(loading_group)
+    if not files:
+        fill_from_rank_0(model, full_model, shard_device)
     del full_model
+    fill_buffers(model, device)
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
@@ -258,10 +298,17 @@ def main(args):
     # FSDP would do that itself, uncompressed.) On a GPU the hook runs in a stream of its own, in
     # parallel with the backward pass.
     compressor = GradientCompressor(
-        replicate_group, compression, args.keep_ratio, args.chunk, args.wire_dtype, log.lap
+        replicate_group,
+        compression,
+        args.keep_ratio,
+        args.chunk,
+        args.wire_dtype,
+        is_compiled,
+        args.cpu_offload,
+        log.lap,
     )
-    for module in [*blocks, model]:
-        module.set_all_reduce_hook(compressor)  # a hook on the root alone would miss the blocks
+    for module in [*blocks, model]:  # a hook on the root alone would miss the blocks
+        module.set_all_reduce_hook(partial(compressor, module))
 
     # torchrun sends SIGTERM to its processes when nodes join or leave, and Slurm when the time of a
     # job is nearly over. The handler only takes note of it. The loop looks at the note in each
@@ -269,7 +316,9 @@ def main(args):
     stop_signals = []
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     progress = Progress(run_dir, last_step)
-    checkpointer = AsyncCheckpointer(run_dir, model, optimizer, args.keep_checkpoints, timeout)
+    checkpointer = AsyncCheckpointer(
+        run_dir, model, optimizer, args.keep_checkpoints, device, timeout
+    )
 
     for step in range(last_step + 1, total_steps + 1):
         # Data: the next sequences of the streams that this rank reads.
@@ -293,12 +342,18 @@ def main(args):
             # To average the gradients once per step is enough: in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
-            # Until then each rank keeps whole gradients: more memory for less communication.
-            model.set_requires_gradient_sync(is_last)
-            # With --no-reshard-after-forward, parameters are gathered and freed once per step.
-            model.set_reshard_after_backward(is_last or not args.no_reshard_after_forward)
+            # But until then each rank would have to keep the gradients of the whole model. So every
+            # backward pass averages, and a rank keeps the gradients of its shards. Only with
+            # --no-reshard-after-forward a rank keeps all, and the gathered parameters as well.
+            if args.no_reshard_after_forward:
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last)
+            # Replicas average once per step. Until then the compressor keeps the sum of a shard's
+            # gradients, so they must not add up in `.grad` as well.
+            compressor.is_last = is_last
+            optimizer.zero_grad()
 
-            loss = loss_sum(model, input_ids, targets)
+            loss = loss_sum(model, input_ids, targets, cross_entropy)
             step_loss += loss.detach()
             log.lap("forward")
 
@@ -387,9 +442,12 @@ def main(args):
     # Export the model for `from_pretrained`. Then show how it continues the first 32 tokens of a
     # held-out sequence.
     if run_dir:
-        save_final_model(run_dir, max(last_step, total_steps), model, config, tokenizer)
+        export_dtype = DTYPES[args.export_dtype]
+        last_step = max(last_step, total_steps)
+        save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
     log.close()
-    tokens = sample(model, eval_data[-1]["input_ids"][:256], 32, device)
+    # Each token gathers the whole model, so there are fewer than in the rungs before.
+    tokens = sample(model, eval_data[-1]["input_ids"][:96], 32, device)
     say(f"{tokenizer.decode(tokens[:32])} [the model goes on] {tokenizer.decode(tokens[32:])}")
 
 
@@ -446,17 +504,30 @@ class Progress:
         os.pwrite(self.file, "".join(f"{number:12}" for number in numbers).encode(), 0)
 
 
+class BackgroundWriter(CheckpointWriter):
+    """Writes in a thread. `device` is the one of this rank."""
+
+    def reset(self, checkpoint_id=None):
+        """DCP calls it first. The GPU of a new thread is GPU 0, whatever that of the process is.
+
+        So all ranks would take memory there."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        super().reset(checkpoint_id)
+
+
 class AsyncCheckpointer:
     """Saves checkpoints in the background: the training loop waits only while the state is copied.
 
     A thread writes the copy. It needs a process group of its own: the ranks must call the
     collectives of a group in the same order, and meanwhile the loop calls those of other groups."""
 
-    def __init__(self, run_dir, model, optimizer, keep, timeout):
+    def __init__(self, run_dir, model, optimizer, keep, device, timeout):
         self.run_dir = run_dir
         self.model = model
         self.optimizer = optimizer
         self.keep = keep
+        self.device = device
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.stager = None
         self.writer = None
@@ -479,7 +550,8 @@ class AsyncCheckpointer:
             )
             self.stager = DefaultStager(options)
 
-        self.writer = CheckpointWriter(self.run_dir, step, values, self.keep)
+        self.writer = BackgroundWriter(self.run_dir, step, values, self.keep)
+        self.writer.device = self.device
         self.saving = dcp.async_save(
             checkpoint_tensors(self.model, self.optimizer),
             storage_writer=self.writer,
@@ -851,29 +923,98 @@ def load_model(config, weights, attn, seed):
             weights, config=config, output_loading_info=True, **options
         )
     except Exception as error:  # a damaged file makes the libraries raise errors of any type
-        fail(f"--model-name {weights or config.name_or_path}: {type(error).__name__}: {error}")
+        flags = f"--model-name {weights or config.name_or_path or 'tiny'}"
+        if attn != "auto":
+            flags += f" --attn {attn}"
+        fail(f"{flags}: {type(error).__name__}: {error}")
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()
 
 
+def find_weights(model, name):
+    """The safetensors files of a pretrained model, if every rank can read its shards from them.
+
+    Otherwise, or without a `name`, there are none in the list. Also returns how transformers makes
+    parameters of the tensors in the files, which may have other names or hold a part."""
+    conversions = get_model_conversion_mapping(model)
+    for conversion in conversions:
+        for operation in getattr(conversion, "operations", []):
+            # A shard has some of the rows, dimension 0. It can be read if an operation makes a row
+            # of each tensor (an expert), or leaves the order of the rows as it is.
+            keeps_rows = isinstance(operation, Concatenate) and operation.dim > 0
+            if not isinstance(operation, MergeModulelist) and not keeps_rows:
+                return [], conversions
+    if name is None or hasattr(model.config, "quantization_config"):
+        return [], conversions
+
+    find = partial(cached_file, name, _raise_exceptions_for_missing_entries=False)
+    try:
+        files = [find("model.safetensors")]
+        index = find("model.safetensors.index.json")
+        if files == [None] and index is not None:
+            names = set(json.loads(Path(index).read_text())["weight_map"].values())
+            files = [cached_file(name, file) for file in sorted(names)]
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
+        fail(f"--model-name {name}: {type(error).__name__}: {error}")
+    return [file for file in files if file is not None], conversions
+
+
+def read_shards(model, files, conversions, device):
+    """Reads the values of this rank's shards, as fp32, from safetensors files."""
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read many tensors ahead
+    if dist.get_rank() > 0:
+        transformers.logging.disable_progress_bar()
+    options = LoadStateDictConfig(
+        dtype=torch.float32, device_map={"": device}, weight_mapping=conversions
+    )
+    try:
+        tensors = {}
+        for path in files:
+            file = safe_open(path, framework="pt")
+            tensors.update({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
+        # This is what from_pretrained calls. Of a DTensor it reads the part that this rank has.
+        convert_and_load_state_dict_in_model(model, tensors, options)
+    except Exception as error:  # a damaged file makes the libraries raise errors of any type
+        fail(f"--model-name {Path(files[0]).parent}: {type(error).__name__}: {error}")
+    model.tie_weights()
+
+    # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta and parameter.to_local().numel() == 0:
+            owner, _, key = name.rpartition(".")
+            empty = torch.nn.Parameter(torch.empty_like(parameter, device=device))
+            setattr(model.get_submodule(owner), key, empty)
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing:
+        fail(f"--model-name {Path(files[0]).parent}: it lacks weights for {missing[:3]}")
+
+
 def fill_from_rank_0(model, full_model, device):
     """Copies the weights of `full_model`, which only rank 0 has, to the shards of all ranks.
 
-    It would be shorter to call reset_parameters() on each rank. But that cannot load pretrained
-    weights, and its random weights are not those that transformers gives to this architecture."""
+    It would be shorter to call reset_parameters() on each rank. But its random weights are not
+    those that transformers gives to this architecture."""
+    model.to_empty(device=device)
     weights = full_model.state_dict() if full_model is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
 
-    # Some buffers are not in the state dict, such as the frequencies of rotary embeddings.
+
+def fill_buffers(model, device):
+    """Computes the buffers that no file has, such as the frequencies of rotary embeddings."""
+    computed = dict(model.named_non_persistent_buffers())
     for name, buffer in list(model.named_buffers()):
-        if full_model is not None:
-            buffer = full_model.get_buffer(name)
-        buffer = buffer.to(device)
-        dist.broadcast(buffer, src=0)
+        is_known = name not in computed and not buffer.is_meta
+        buffer = buffer.to(device) if is_known else torch.empty_like(buffer, device=device)
+        buffer._is_hf_initialized = is_known
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, buffer)
+
+    # This method of transformers leaves out what has the mark.
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()
 
 
 class GradientCompressor:
@@ -887,13 +1028,20 @@ class GradientCompressor:
     - dct: the same for the spectrum of each chunk (discrete cosine transform).
     What is not sent in randk and dct counts as 0. `lap` is RunLog.lap."""
 
-    def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, lap):
+    def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, is_compiled, cpu_offload, lap):
         self.group = group
         self.mode = mode
         self.chunk = chunk
         self.num_kept = max(1, round(keep_ratio * chunk))
         self.wire_dtype = wire_dtype if mode in ("randk", "dct") else mode
+        self.encode, self.decode = encode, decode
+        if is_compiled:
+            self.encode = torch.compile(encode, dynamic=False)
+            self.decode = torch.compile(decode, dynamic=False)
+        self.cpu_offload = cpu_offload
         self.lap = lap
+        self.is_last = True  # whether the micro-batch is the last one of its step
+        self.sums = {}  # the gradients of the micro-batches before, by module
 
     def start_step(self, step, device):
         """Chooses the indices of this step, and counts its bytes from zero.
@@ -910,14 +1058,22 @@ class GradientCompressor:
         """Bytes that this step would send without compression, divided by those that it sent."""
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
-    def __call__(self, gradient):
-        """Replaces `gradient` by its mean over the replicas."""
+    def __call__(self, module, gradient):
+        """Adds the gradients of the micro-batches before. Averages over the replicas in the last.
+
+        Both change `gradient` in place."""
         self.lap("backward")  # the time since the last lap was spent on the backward pass
 
-        # FSDP made the gradient in another CUDA stream. Its memory must not be used again before
-        # this stream is done with it.
-        if gradient.is_cuda:
+        # FSDP made the gradient in another CUDA stream, which may use its memory again as soon as
+        # nothing refers to it. That must not be before this stream is done with it.
+        if gradient.is_cuda and (not self.is_last or self.cpu_offload):
             gradient.record_stream(torch.cuda.current_stream())
+
+        if module in self.sums:
+            gradient += self.sums.pop(module)
+        if not self.is_last:
+            self.sums[module] = gradient
+            return
 
         replicas = self.group.size()
         bytes_uncompressed = 2 * (replicas - 1) / replicas * gradient.nbytes
@@ -937,8 +1093,7 @@ class GradientCompressor:
 
     def average_subset(self, gradient):
         """The mean of the values at `self.indices` of each chunk, 0 elsewhere: (n,) fp32."""
-        padding = -len(gradient) % self.chunk
-        rows = F.pad(gradient, (0, padding)).view(-1, self.chunk)
+        rows = pad(gradient, self.chunk).view(-1, self.chunk)
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device).T
 
@@ -966,23 +1121,28 @@ class GradientCompressor:
         it, averages it in fp32, and sends the mean to all. These are the two phases of a ring
         all-reduce, reduce-scatter and all-gather, and they send as many values."""
         replicas = self.group.size()
-        padding = -len(values) % (ROW_LENGTH * replicas)
-        rows = encode(F.pad(values, (0, padding)), self.wire_dtype)
+        rows = self.encode(pad(values, ROW_LENGTH * replicas), self.wire_dtype)
         parts = torch.empty_like(rows)
         self.lap("encode")
 
         dist.all_to_all_single(parts, rows, group=self.group)
         self.lap("communicate")
 
-        mean = decode(parts, self.wire_dtype).view(replicas, -1).mean(0)
-        mean = encode(mean, self.wire_dtype)
+        mean = self.decode(parts, self.wire_dtype).view(replicas, -1).mean(0)
+        mean = self.encode(mean, self.wire_dtype)
         self.lap("encode")
 
-        dist.all_gather(list(rows.chunk(replicas)), mean, group=self.group)
+        all_gather_into_tensor(rows, mean, group=self.group)
         self.lap("communicate")
 
         self.bytes_sent += 2 * (replicas - 1) / replicas * rows.nbytes
-        return decode(rows, self.wire_dtype)[: len(values)]
+        return self.decode(rows, self.wire_dtype)[: len(values)]
+
+
+def pad(values, multiple):
+    """`values`, (n,), followed by zeros if n is not a multiple of `multiple`."""
+    padding = -len(values) % multiple
+    return F.pad(values, (0, padding)) if padding > 0 else values
 
 
 @cache
@@ -1026,12 +1186,6 @@ def decode(rows, dtype):
         # >> keeps the sign, so << 4 >> 4 gives the low half its sign.
         integers = torch.stack([integers >> 4, integers << 4 >> 4], dim=2).flatten(1)
     return (integers * scale).flatten()
-
-
-def has_flash_attention(args):
-    """Whether FlashAttention-2 is installed, and device and dtype are what it takes."""
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
-    return on_gpu and args.dtype != "fp32" and transformers.utils.is_flash_attn_2_available()
 
 
 def flops_per_token(model, seq_length):
@@ -1101,12 +1255,22 @@ def make_micro_batches(data, indices, batch_size, device):
     return micro_batches, num_targets
 
 
-def loss_sum(model, input_ids, targets):
-    """The sum of the cross-entropy over all targets, in nats: a scalar on the device."""
+def loss_sum(model, input_ids, targets, cross_entropy):
+    """The sum of the loss over all targets, in nats: a scalar on the device.
+
+    `cross_entropy` is `sum_cross_entropy`, compiled or not."""
     logits = model(input_ids=input_ids, use_cache=False).logits
+    return cross_entropy(logits, targets)
+
+
+def sum_cross_entropy(logits, targets):
+    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+# "force_eager" runs compiled blocks as if they were not. Otherwise torch.compile would compile them
+# again for this function, because without gradients they need other code.
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate(model, data, batch_size, device):
     """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
@@ -1115,7 +1279,7 @@ def evaluate(model, data, batch_size, device):
     micro_batches, num_targets = make_micro_batches(data, range(len(data)), batch_size, device)
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
-        total += loss_sum(model, input_ids, targets)
+        total += loss_sum(model, input_ids, targets, sum_cross_entropy)
     model.reshard()  # the root module stays gathered until a backward pass, and here is none
     dist.all_reduce(total)
     dist.all_reduce(num_targets)
@@ -1123,6 +1287,7 @@ def evaluate(model, data, batch_size, device):
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def sample(model, tokens, start, device):
     """Replaces tokens[start:], of shape (T,), by tokens sampled from the model."""
@@ -1144,8 +1309,8 @@ def parse_args():
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
     parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
     parser.error = fail  # one line, as for all other errors
-    # A switch has two forms, such as --compile and --no-compile.
-    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+    # A switch has two forms, such as --compile and --no-compile. Without either it is None.
+    switch = {"action": argparse.BooleanOptionalAction}
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
@@ -1159,6 +1324,12 @@ def parse_args():
     add("--seed", type=zero_or_more(int), default=0)
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
+    add(
+        "--export-dtype",
+        choices=tuple(DTYPES),
+        default="fp32",
+        help="of the weights in final_model",
+    )
     add("--log-freq", type=positive(int), default=10, help="steps between log lines")
     add("--ckpt-freq", type=positive(int), default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive(int), default=2, help="number of the newest to keep")
@@ -1168,8 +1339,9 @@ def parse_args():
 
     add = parser.add_argument_group("model and data").add_argument
     add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
-    add("--from-scratch", help="take the architecture only, not the weights", **switch)
-    add("--attn", choices=("auto", "flash_attention_2", "sdpa", "eager"), default="auto")
+    scratch_help = "take the architecture only, not the weights"
+    add("--from-scratch", default=False, help=scratch_help, **switch)
+    add("--attn", default="auto", help="a name that transformers knows; auto: PyTorch's attention")
     add("--activation-checkpointing", help="less memory for up to a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
     add(
@@ -1180,7 +1352,7 @@ def parse_args():
     )
     opposite = {"dest": "no_reshard_after_forward", "action": "store_false"}
     add("--reshard-after-forward", help="the opposite, and the default", **opposite)
-    add("--compile", help="torch.compile each block", **switch)
+    add("--compile", help="torch.compile blocks and loss; default: on a GPU", **switch)
     add("-d", "--dataset-name", default="python-docs", help="or a hub id, a file, a folder")
     add("--dataset-subset", help="the configuration of a data set on the hub")
     add("--data-streams", type=positive(int), help="a multiple of the global batch, the default")
@@ -1282,6 +1454,10 @@ def check_shared_folder(run_dir):
 def check_hardware(args):
     """Ends the run if a flag asks for what this machine does not have. Sets the default dtype."""
     gpu = args.device != "cpu" and torch.cuda.is_available()
+    if args.dtype is None:
+        # GPUs from before 2020, such as V100 and T4, do not compute in bf16.
+        has_bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        args.dtype = "bf16" if has_bf16 else "fp16" if gpu else "fp32"
     if args.device == "cuda" and not gpu:
         fail("--device cuda: PyTorch finds no GPU here")
     if gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
@@ -1292,9 +1468,8 @@ def check_hardware(args):
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     if args.cpu_offload and args.dtype == "fp16":
         fail("--cpu-offload: is not supported with fp16, use bf16")
-    args.dtype = args.dtype or ("bf16" if gpu else "fp32")
-    if args.attn == "flash_attention_2" and not has_flash_attention(args):
-        fail("--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip install -e '.[flash]'")
+    if args.attn.startswith("flash") and (not gpu or args.dtype == "fp32"):
+        fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16 or fp16")
 
 
 def check_compression(args):

@@ -57,11 +57,8 @@ def test_break_even_of_a_run_that_compressed_nothing(tmp_path):
 
 
 @pytest.fixture
-def compressor(monkeypatch):
+def compressor():
     """Makes the GradientCompressor of rung 04 with patches, for a replica that is alone."""
-    # `feedback` replaces this one.
-    hook = bench_compression.FSDPModule.set_all_reduce_hook
-    monkeypatch.setattr(bench_compression.FSDPModule, "set_all_reduce_hook", hook)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def patched(patches, mode, wire_dtype):
@@ -70,7 +67,8 @@ def compressor(monkeypatch):
             name, _, value = patch.partition("=")
             bench_compression.PATCHES[name](module, value)
         lap = lambda phase: None  # noqa: E731
-        made = module.GradientCompressor(dist.group.WORLD, mode, 0.5, 64, wire_dtype, lap)
+        settings = (mode, 0.5, 64, wire_dtype, False, False, lap)
+        made = module.GradientCompressor(dist.group.WORLD, *settings)
         return module, made
 
     yield patched
@@ -89,7 +87,7 @@ def test_half_of_each_chunk_is_sent(compressor, patch):
     [gradient] = gradients(1)
     average.start_step(1, gradient.device)
     sent = gradient.clone()
-    average(sent)
+    average("a", sent)
     kept = sent != 0
     assert torch.equal(sent[kept], gradient[kept])
     rows = gradient[:192].view(3, 64)
@@ -113,12 +111,12 @@ def test_feedback_adds_what_was_not_sent(compressor, patches, mode):
     first, other, second = gradients(3)
     average.start_step(1, first.device)
     sent = first.clone()
-    average(sent, key="a")
-    average(other.clone(), key="b")
+    average("a", sent)
+    average("b", other.clone())
 
     average.start_step(2, first.device)
     result = second.clone()
-    average(result, key="a")
+    average("a", result)
     expected = second + 0.5 * (first - sent)
     assert not torch.equal(expected, second)
     if mode == "int8":
@@ -134,5 +132,5 @@ def test_a_warm_up_is_dense(compressor):
     for step, gradient in enumerate(gradients(4), start=1):
         average.start_step(step, gradient.device)
         sent = gradient.clone()
-        average(sent, key="a")
+        average("a", sent)
         assert torch.equal(sent, gradient) == (step <= 2)

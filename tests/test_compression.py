@@ -211,7 +211,8 @@ def test_replicas_that_differ_are_noticed(tmp_path):
 
 NATIVE = (
     ('shard_mesh, replicate_group = mesh["shard"], ', "shard_mesh, replicate_group = mesh, "),
-    ("module.set_all_reduce_hook(compressor)", "pass"),
+    ("module.set_all_reduce_hook(partial(compressor, module))", "pass"),
+    ("            optimizer.zero_grad()\n\n", "\n"),  # gradients add up in `.grad`
 )
 
 

@@ -12,10 +12,18 @@ PAIRS = [(parent, rung) for rung, parent in PARENTS.items()]
 # Functions and classes that a rung adds: the idea itself.
 NEW = {
     "02-ddp": ["share_of_rank", "shut_down"],
-    "03-fsdp": ["fill_from_rank_0"],
-    "04-compression": ["GradientCompressor", "dct_basis", "encode", "decode", "check_compression"],
+    "03-fsdp": ["find_weights", "read_shards", "fill_from_rank_0", "fill_buffers"],
+    "04-compression": [
+        "GradientCompressor",
+        "pad",
+        "dct_basis",
+        "encode",
+        "decode",
+        "check_compression",
+    ],
     "05-multinode": [
         "Progress",
+        "BackgroundWriter",
         "AsyncCheckpointer",
         "check_restart",
         "check_shared_folder",
@@ -126,7 +134,15 @@ def test_no_line_is_merely_moved(below, rung):
 def test_a_script_imports_no_other_rung(rung):
     """Standard library, its packages, and the one shared module, that of its own clone."""
     allowed = set(sys.stdlib_module_names) | {"pydoc_data", "logs_and_checkpoints"}
-    allowed |= {"torch", "transformers", "datasets", "numpy", "filelock", "tokenizers"}
+    allowed |= {
+        "torch",
+        "transformers",
+        "datasets",
+        "numpy",
+        "filelock",
+        "tokenizers",
+        "safetensors",
+    }
     for node in ast.walk(ast.parse(script(rung).read_text())):
         if isinstance(node, ast.Import):
             assert {alias.name.split(".")[0] for alias in node.names} <= allowed

@@ -166,12 +166,13 @@ COUNT_FSDP = """    calls = []
     for module in [*blocks, model]:
         module.set_all_reduce_hook(lambda output: calls.append(1))
 """
+EXCHANGE = "        replicas = self.group.size()\n        bytes_uncompressed"
 HOOKS = {
     "02-ddp": [("    # Optimizer. Matrices", COUNT_DDP + "    # Optimizer. Matrices")],
     "03-fsdp": [("    # Optimizer. Matrices", COUNT_FSDP + "    # Optimizer. Matrices")],
     "04-compression": [
         ("class GradientCompressor:", "calls = []\n\n\nclass GradientCompressor:"),
-        ('        self.lap("backward")', '        calls.append(1)\n        self.lap("backward")'),
+        (EXCHANGE, f"        calls.append(1)\n{EXCHANGE}"),
     ],
 }
 # What FSDP calls to gather the parameters of a block or of the root; renamed after torch 2.11.
@@ -189,7 +190,7 @@ EVERY = {
     "02-ddp": ("model.require_backward_grad_sync = is_last  # what", "pass  # what"),
     "03-fsdp": ("model.set_requires_gradient_sync(is_last)", "pass"),
 }
-EVERY["04-compression"] = EVERY["03-fsdp"]
+EVERY["04-compression"] = ("compressor.is_last = is_last", "compressor.is_last = True")
 CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 blocks and the root)
 
 
@@ -202,9 +203,12 @@ CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 
     ],
 )
 def test_gradients_travel_once_per_step(tmp_path, rung):
-    """A hook counts what travels: at 4 micro-batches a quarter of what goes out without care."""
+    """A hook counts what travels: at 4 micro-batches a quarter of what goes out without care. In
+    rung 03 this is the way of --no-reshard-after-forward, in rung 04 that between replicas."""
     say = ("    log.close()\n", '    log.close()\n    say(f"calls {len(calls)}")\n')
     flags = ("--max-steps", "5", "-s", "64", "--global-batch-size", "8", "-b", "1")
+    if rung == "03-fsdp":
+        flags += ("--no-reshard-after-forward",)
     calls = []
     for name, edits in (("last", ()), ("every", (EVERY[rung],))):
         path = mutant(tmp_path / name, rung, *HOOKS[rung], say, *edits)
@@ -214,19 +218,40 @@ def test_gradients_travel_once_per_step(tmp_path, rung):
 
 
 def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve):
-    """--no-reshard-after-forward: the same bits, and of 4 micro-batches one gather for each of 3
+    """--no-reshard-after-forward: the same curve, and of 4 micro-batches one gather for each of 3
     blocks and the root. Without it a block is gathered for each forward and each backward."""
     flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "8", "-b", "1")
     place = "    for step in range(last_step + 1, total_steps + 1):\n"
     ends = "        metrics = {}\n"
     say = '        say(f"calls {len(calls)}")\n'
     edits = [(place, COUNT_GATHERS + place), (ends, say + ends)]
-    calls, losses = [], []
+    calls, curves = [], []
     for name in ("--reshard-after-forward", "--no-reshard-after-forward"):
         path = mutant(tmp_path / name, "03-fsdp", *edits)
         named = ("-e", "a", "--save-dir", tmp_path / name, "--log-freq", 1)
         out = run("03-fsdp", 2, *flags, *named, "--eval-sequences", "2", name, path=path).out
         calls.append(int(out.split("calls ")[-1].split()[0]))
-        losses.append([line["loss"] for line in metrics(tmp_path / name / "a").values()])
+        curves.append(metrics(tmp_path / name / "a"))
     assert calls == [3 * 4 * (3 * 2 + 1), 3 * 4]
-    assert losses[0] == losses[1]
+    assert_same_curve(*curves, range(1, 4))
+
+
+@pytest.mark.law1
+@pytest.mark.parametrize(
+    ("rung", "processes"),
+    [
+        ("03-fsdp", 2),
+        ("04-compression", 2),
+        pytest.param("04-compression", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_keeps_no_more_for_more_micro_batches(rung, processes, curve):
+    """16 bytes of state for each parameter, divided by the ranks that share a replica. Gradients
+    add up in shards, and the curve is that of one micro-batch."""
+    flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "16")
+    shards = processes // 2 if rung == "04-compression" else processes
+    one = curve("01-single-gpu", 1, *flags, "-b", "16")
+    for batch_size in (8, 2, 1):
+        more = curve(rung, processes, *flags, "-b", batch_size)
+        assert more[3]["memory/state_gb"] == pytest.approx(16 * 664_448 / shards / 1e9, rel=0.01)
+        assert_same_curve(one, more, range(1, 4))

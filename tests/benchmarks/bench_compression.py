@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,14 +27,13 @@ from bench_common import (
     write_model,
 )
 from conftest import load, metrics
-from torch.distributed.fsdp import FSDPModule
 
 # Patches of rung 04: each changes its GradientCompressor.
 
 
 def silent(module, _):
     """Gradients stay at home: what else a run sends."""
-    module.GradientCompressor.__call__ = lambda self, gradient: None
+    module.GradientCompressor.__call__ = lambda self, owner, gradient: None
 
 
 def each(choose):
@@ -116,27 +114,24 @@ def feedback(module, decay):
     residuals = {}
     call = module.GradientCompressor.__call__
     average_all = module.GradientCompressor.average_all
-    set_hook = FSDPModule.set_all_reduce_hook
-
-    def set_hook_with_key(self, hook):
-        set_hook(self, partial(hook, key=id(self)))
 
     def average_and_note(self, values):
         rows = module.encode(F.pad(values, (0, -len(values) % module.ROW_LENGTH)), self.wire_dtype)
         self.own = module.decode(rows, self.wire_dtype)[: len(values)]
         return average_all(self, values)
 
-    def call_with_feedback(self, gradient, *, key):
-        if self.mode == "none":
-            call(self, gradient)
+    def call_with_feedback(self, owner, gradient):
+        if self.mode == "none" or not self.is_last:
+            call(self, owner, gradient)
             return
-        if key in residuals:
-            gradient += float(decay) * residuals[key]
+        if owner in self.sums:
+            gradient += self.sums.pop(owner)
+        if owner in residuals:
+            gradient += float(decay) * residuals[owner]
         given = gradient.clone()
-        call(self, gradient)
-        residuals[key] = given - sent_by_this_rank(self, given)
+        call(self, owner, gradient)
+        residuals[owner] = given - sent_by_this_rank(self, given)
 
-    FSDPModule.set_all_reduce_hook = set_hook_with_key
     module.GradientCompressor.average_all = average_and_note
     module.GradientCompressor.__call__ = call_with_feedback
 

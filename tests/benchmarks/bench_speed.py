@@ -506,7 +506,7 @@ def unfused(module, _):
 def masked(module, _):
     """A causal mask built out, (1, 1, T, T), in the place of is_causal."""
 
-    def loss_sum(model, input_ids, targets):
+    def loss_sum(model, input_ids, targets, cross_entropy):
         length = input_ids.shape[1]
         seen = module.torch.ones(length, length, dtype=module.torch.bool).tril()[None, None]
         logits = model(input_ids=input_ids, attention_mask=seen, use_cache=False).logits
@@ -514,6 +514,11 @@ def masked(module, _):
         return module.F.cross_entropy(logits, targets.flatten(), reduction="sum")
 
     module.loss_sum = loss_sum
+
+
+def compiled_loss(module, _):
+    """What --compile makes of the loss, and not of the blocks."""
+    module.sum_cross_entropy = module.torch.compile(module.sum_cross_entropy, dynamic=False)
 
 
 def head_of(model, input_ids):
@@ -527,7 +532,7 @@ def chunked(module, count):
     def part_loss(hidden, weight, targets):
         return module.F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
 
-    def loss_sum(model, input_ids, targets):
+    def loss_sum(model, input_ids, targets, cross_entropy):
         hidden, weight = head_of(model, input_ids)
         parts = zip(hidden.chunk(int(count)), targets.flatten().chunk(int(count)), strict=True)
         again = module.partial(module.checkpoint, part_loss, use_reentrant=False)
@@ -537,13 +542,14 @@ def chunked(module, count):
 
 
 PATCHES = {"clocked": clocked, "traced": traced, "unfused": unfused}
-PATCHES |= {"masked": masked, "chunked": chunked}
+PATCHES |= {"masked": masked, "chunked": chunked, "compiled_loss": compiled_loss}
 WIDE = {**TINY, "vocab_size": 128256, "tie_word_embeddings": True}
 LEVERS = [
     # What, model, rung, processes, patch, flags.
     ("AdamW unfused", "Llama, 25 M", RUNG_01, 1, "unfused", []),
     ("a causal mask in the place of is_causal", "tiny, 0.7 M", RUNG_01, 1, "masked", []),
     ("--compile", "Llama, 25 M", RUNG_01, 1, None, ["--compile"]),
+    ("compiled loss, vocabulary 128,256", "wide", RUNG_01, 1, "compiled_loss", []),
     ("loss in 8 parts, vocabulary 128,256", "wide", RUNG_01, 1, "chunked=8", []),
 ]
 

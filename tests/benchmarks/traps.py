@@ -52,6 +52,11 @@ def tiny():
     return rung, config, train, held_out.select(range(64))
 
 
+def loss_sum(model, ids, targets):
+    rung, _, _, _ = tiny()
+    return rung.loss_sum(model, ids, targets, rung.sum_cross_entropy)
+
+
 def fit(model, optimizer, first, steps):
     """Trains as rung 01 does, 4 sequences a step; the losses of steps `first` and later."""
     rung, _, train, _ = tiny()
@@ -61,7 +66,7 @@ def fit(model, optimizer, first, steps):
         indices = order[4 * step : 4 * step + 4]
         [(ids, targets)], num_targets = rung.make_micro_batches(train, indices, 4, CPU)
         optimizer.zero_grad()
-        loss = rung.loss_sum(model, ids, targets) / num_targets
+        loss = loss_sum(model, ids, targets) / num_targets
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -99,7 +104,7 @@ def token_mean():
     for row, prompt in enumerate(prompts):
         targets[row, :prompt] = -100
     whole = (targets != -100).sum()
-    (rung.loss_sum(model, ids, targets) / whole).backward()
+    (loss_sum(model, ids, targets) / whole).backward()
     exact = flat_gradient(model)
 
     # Rank r has the rows [r::2], as in this ladder, two in a micro-batch.
@@ -122,7 +127,7 @@ def token_mean():
             model.zero_grad()
             own = sum((targets[list(pair)] != -100).sum() for pair in micro_batches)
             for pair in map(list, micro_batches):
-                loss = rung.loss_sum(model, ids[pair], targets[pair])
+                loss = loss_sum(model, ids[pair], targets[pair])
                 mean = loss / (targets[pair] != -100).sum()
                 choices = [mean / 2, loss / own, mean, loss / whole, loss * 2 / whole]
                 choices[number].backward()
@@ -462,7 +467,7 @@ def dct_truncation():
     fit(model, adamw(model), 0, 30)
     model.zero_grad()
     [(ids, targets)], num_targets = rung.make_micro_batches(train, range(32), 32, CPU)
-    (rung.loss_sum(model, ids, targets) / num_targets).backward()
+    (loss_sum(model, ids, targets) / num_targets).backward()
     gradient = flat_gradient(model)
     gradient = gradient[: len(gradient) // 256 * 256]
     draw = torch.Generator().manual_seed(0)

@@ -26,9 +26,10 @@ def gathered(value):
 def result(module, gradient, mode, wire, keep):
     """Averages a copy of `gradient`; the facts, the same on all ranks."""
     mean, laps = gradient.clone(), []
-    compressor = module.GradientCompressor(dist.group.WORLD, mode, keep, 256, wire, laps.append)
+    settings = (mode, keep, 256, wire, False, False, laps.append)
+    compressor = module.GradientCompressor(dist.group.WORLD, *settings)
     compressor.start_step(len(gradient), torch.device("cpu"))
-    compressor(mean)
+    compressor("a module", mean)
     exact = torch.stack(gathered(gradient)).double().mean(0)
     bits = gathered(mean.view(torch.int32).tolist())
     error = (mean - exact).norm() / exact.norm().clamp(min=1e-30)

@@ -1,0 +1,128 @@
+"""What `--compile` compiles, and what makes Python wait for the device."""
+
+import pytest
+from conftest import RUNGS, exact, mutant, run
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
+
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=16),
+    "gpt2": GPT2Config(vocab_size=384, n_embd=16, n_layer=18, n_head=2, n_positions=64),
+}
+# The kinds of blocks: in Gemma 3 five of six layers have sliding-window attention.
+KINDS = {"llama": 1, "qwen3": 1, "gemma3": 2, "gpt2": 1}
+# Micro-batches of 3, 3 and 2 sequences, and evaluation between the steps.
+UNEVEN = ("-s", "32", "--global-batch-size", "8", "-b", "3", "--max-steps", "4", "--eval-freq", "2")
+# Dynamo alone decides what is compiled. Without its compiler the test takes seconds.
+NO_COMPILER = ("dynamic=False)", 'dynamic=False, backend="eager")')
+LAST_LINE = '    say(f"{tokenizer.decode(tokens[:32])} [the model goes on]'
+COUNT = (
+    LAST_LINE,
+    f"    say(f\"graphs {{torch._dynamo.utils.counters['stats']['unique_graphs']}}\")\n{LAST_LINE}",
+)
+
+
+def without_compiler(folder, rung, *edits):
+    path = mutant(folder, rung, *edits)
+    path.write_text(path.read_text().replace(*NO_COMPILER))
+    return path
+
+
+def graphs(rung, processes, path, *flags):
+    """How many graphs a run compiles, its evaluations and its sample included."""
+    out = run(rung, processes, *flags, "--compile", path=path).out
+    return int(out.split("graphs ")[1].split()[0])
+
+
+QUICK = [("01-single-gpu", "llama"), ("02-ddp", "llama")]
+CASES = [
+    pytest.param(rung, name, marks=[] if (rung, name) in QUICK else [pytest.mark.slow])
+    for rung in ("01-single-gpu", "02-ddp", "03-fsdp", "05-multinode")
+    for name in CONFIGS
+]
+
+
+@pytest.mark.parametrize(("rung", "name"), CASES)
+def test_a_block_is_compiled_once_per_batch_size(rung, name, tmp_path):
+    """Not once per layer, not again for the evaluation, and in rung 02 not in pieces for DDP. A
+    short micro-batch has code of its own, and the full ones keep theirs."""
+    processes = 1 if rung == "01-single-gpu" else 2
+    CONFIGS[name].save_pretrained(tmp_path / name)
+    path = without_compiler(tmp_path, rung, COUNT)
+    flags = (*UNEVEN, "-m", tmp_path / name, *exact(rung, processes))
+    batch_sizes = 2  # of 3 and 2 sequences, on two processes 3 and 1
+    assert graphs(rung, processes, path, *flags) == batch_sizes * (KINDS[name] + 1)  # 1: the loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rung", "line", "more"),
+    [
+        ("01-single-gpu", '@torch.compiler.set_stance("force_eager")\n', 2),  # the evaluation
+        ("02-ddp", "    torch._dynamo.config.optimize_ddp = False\n", 4),
+    ],
+)
+def test_the_count_sees_what_each_line_avoids(rung, line, more, tmp_path):
+    CONFIGS["llama"].save_pretrained(tmp_path / "llama")
+    path = without_compiler(tmp_path, rung, COUNT)
+    path.write_text(path.read_text().replace(line, ""))
+    processes = 1 if rung == "01-single-gpu" else 2
+    assert graphs(rung, processes, path, *UNEVEN, "-m", tmp_path / "llama") >= 4 + more
+
+
+MODE = """
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Waits(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            sys.stdout.write("Python waits\\n")
+        return function(*args, **(kwargs or {}))
+"""
+PATCH = "transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None\n"
+# From the first forward pass of a step to the end of its update.
+BEGIN = "        step_loss = torch.zeros((), device=device)\n"
+END = '        log.lap("update")\n'
+WATCHED = [
+    (PATCH, PATCH + MODE),
+    (BEGIN, BEGIN + "        waits = Waits()\n        waits.__enter__()\n"),
+    (END, END + "        waits.__exit__(None, None, None)\n"),
+]
+
+
+def number_of_waits(rung, processes, path, *more):
+    few = ("-s", "32", "--global-batch-size", "4", "-b", "1", "--max-steps", "1")
+    flags = (*few, "--eval-sequences", "1", *exact(rung, processes), *more)
+    return run(rung, processes, *flags, path=path).out.count("Python waits")
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_no_step_waits_for_the_device(rung, tmp_path):
+    """Reading a number of a tensor waits until the device has computed it. Training does so in the
+    steps that are logged, after the update."""
+    path = mutant(tmp_path, rung, *WATCHED)
+    assert number_of_waits(rung, 1 if rung == "01-single-gpu" else 2, path) == 0
+
+
+def test_the_count_sees_what_transformers_does_by_default(tmp_path):
+    edits = [(PATCH, MODE), *WATCHED[1:]]
+    assert number_of_waits("01-single-gpu", 1, mutant(tmp_path, "01-single-gpu", *edits)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_architecture_waits_for_the_device(name, tmp_path):
+    CONFIGS[name].save_pretrained(tmp_path / name)
+    path = mutant(tmp_path, "01-single-gpu", *WATCHED)
+    assert number_of_waits("01-single-gpu", 1, path, "-m", tmp_path / name) == 0

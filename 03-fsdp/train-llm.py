@@ -227,7 +227,7 @@ def main(args):
     shard_device = torch.device("cpu") if args.cpu_offload else device
     full_model = None
     if files:
-        read_shards(model, files, conversions, shard_device)
+        read_shards(model, weights, files, conversions, shard_device)
     elif dist.get_rank() == 0:
         full_model = load_model(config, weights, args.attn, args.seed)
     dist.barrier(loading_group)
@@ -587,7 +587,7 @@ def find_weights(model, name):
     return [file for file in files if file is not None], conversions
 
 
-def read_shards(model, files, conversions, device):
+def read_shards(model, name, files, conversions, device):
     """Reads the values of this rank's shards, as fp32, from safetensors files."""
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read many tensors ahead
     if dist.get_rank() > 0:
@@ -599,22 +599,24 @@ def read_shards(model, files, conversions, device):
         tensors = {}
         for path in files:
             file = safe_open(path, framework="pt")
-            tensors.update({name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
+            tensors.update({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
         # This is what from_pretrained calls. Of a DTensor it reads the part that this rank has.
         convert_and_load_state_dict_in_model(model, tensors, options)
     except Exception as error:  # a damaged file makes the libraries raise errors of any type
-        fail(f"--model-name {Path(files[0]).parent}: {type(error).__name__}: {error}")
+        fail(f"--model-name {name}: {type(error).__name__}: {error}")
     model.tie_weights()
 
-    # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
-    for name, parameter in list(model.named_parameters()):
+    for key, parameter in list(model.named_parameters()):
+        # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
         if parameter.is_meta and parameter.to_local().numel() == 0:
-            owner, _, key = name.rpartition(".")
-            empty = torch.nn.Parameter(torch.empty_like(parameter, device=device))
-            setattr(model.get_submodule(owner), key, empty)
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        fail(f"--model-name {Path(files[0]).parent}: it lacks weights for {missing[:3]}")
+            shard = torch.empty_like(parameter, device=device)
+        elif parameter.is_meta:
+            fail(f"--model-name {name}: it lacks weights for {key}")
+        else:
+            shard = parameter.detach().to(device)  # DTensors are made on the GPU: --cpu-offload
+        owner, _, attribute = key.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))
+    model.tie_weights()  # again, because the parameters are new
 
 
 def fill_from_rank_0(model, full_model, device):

@@ -38,7 +38,6 @@ FLAGS = [
     ("--max-grad-norm 0", "argument --max-grad-norm: 0: must be above 0"),
     ("--device tpu", "argument --device: invalid choice: 'tpu'"),
     ("--dtype fp64", "argument --dtype: invalid choice: 'fp64'"),
-    ("--attn slow", "argument --attn: invalid choice: 'slow'"),
     ("--lr-scheduler magic", "argument --lr-scheduler: invalid choice: 'magic'"),
     ("--no-such-flag 3", "unrecognized arguments: --no-such-flag 3"),
     ("@nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
@@ -107,6 +106,14 @@ INPUTS = [
         "one of: (1) a `tokenizers` library serialization file, ",
     ),
     ("-m strange-activation", "--model-name strange-activation: KeyError: 'foo'"),
+    (
+        "--attn slow",
+        '--model-name tiny --attn slow: ValueError: Specified `attn_implementation="slow"`',
+    ),
+    (
+        "--attn kernels-community/flash-attn2",
+        "--model-name tiny --attn kernels-community/flash-attn2: ",
+    ),
     ("-d script.py", "--dataset-name script.py: RuntimeError: Dataset scripts are no longer "),
     ("-d numbers-as-ids.jsonl", "--dataset-name numbers-as-ids.jsonl: TypeError: "),
     ("-d no-rows.jsonl", "--global-batch-size 32: no-rows.jsonl has only 0 sequences "),
@@ -115,7 +122,7 @@ INPUTS = [
 WITHOUT_A_GPU = [
     ("--device cuda", "--device cuda: PyTorch finds no GPU here"),
     ("--dtype fp16", "--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32"),
-    ("--attn flash_attention_2", "--attn flash_attention_2: needs a GPU, bf16 or fp16, and pip "),
+    ("--attn flash_attention_2", "--attn flash_attention_2: needs a GPU, and --dtype bf16 or fp16"),
 ]
 
 

@@ -1,10 +1,12 @@
 """The formulas of chapter 05's tables against what is measured, within 5 %."""
 
+import shutil
+
 import pytest
 import scale
 import torch
 import transformers
-from conftest import metrics, run
+from conftest import load, metrics, run
 
 pytestmark = pytest.mark.law6
 
@@ -65,6 +67,33 @@ def test_activations_of_a_block(shape):
     more, less = (kept_bytes(llama(shape, layers), batch, length) for layers in (3, 1))
     measured = (more - less) / 2 / (batch * length)
     assert measured == pytest.approx(scale.activation_bytes(llama(shape, 1)), rel=0.05)
+
+
+def bytes_of_the_loss(loss_of, logits, targets):
+    """Bytes that autograd keeps for the backward of a loss, and those of the gradient."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_of(logits, targets)
+    loss.backward()
+    return sum(storage.nbytes() for storage in kept.values()) + logits.grad.nbytes
+
+
+@pytest.mark.slow
+def test_logits_of_a_compiled_loss():
+    if not shutil.which("g++"):
+        pytest.skip("--compile on a CPU needs a compiler (Debian: apt-get install g++)")
+    config = scale.config_of("Llama-3.2-1B")
+    rung = load("01-single-gpu")
+    logits = torch.randn(1, 8, config.vocab_size).bfloat16().requires_grad_()
+    targets = torch.randint(0, config.vocab_size, (1, 8))
+    compiled = torch.compile(rung.sum_cross_entropy, dynamic=False)
+    measured = bytes_of_the_loss(compiled, logits, targets) / 8
+    assert measured == pytest.approx(scale.logit_bytes(config), rel=0.05)
 
 
 @pytest.mark.parametrize(

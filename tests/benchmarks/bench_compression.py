@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -369,29 +370,32 @@ def encode():
         gradient.clone()
         lap("encode")
 
-    seconds = {}
-    for way in ["copy", *list(COMPRESSIONS)[1:]]:
-        work = copy_once
-        if way != "copy":
-            mode, wire_dtype, keep_ratio = COMPRESSIONS[way]
-            work = module.GradientCompressor(
-                dist.group.WORLD, mode, keep_ratio, 256, wire_dtype, lap
-            )
+    def spent(work, start_step):
+        """Seconds of encoding and decoding, the median of ten."""
         times = []
         for step in range(12):
-            if way != "copy":
-                work.start_step(step, device)
+            start_step(step, device)
             laps.clear()
             work(gradient.clone())
             phases = itertools.pairwise(laps)
             times.append(sum(now - last for (_, last), (phase, now) in phases if phase == "encode"))
-        seconds[way] = statistics.median(times[2:])
-    rows = []
-    for way, spent in seconds.items():
-        speed = gradient.nbytes / spent / 1e9
-        rows.append([way, f"{speed:.2f}", f"{spent / seconds['copy']:.1f}"])
+        return statistics.median(times[2:])
+
+    copy = spent(copy_once, lambda step, device: None)
+    rows = [["copy", f"{gradient.nbytes / copy / 1e9:.2f}", "1.0", "–", "–"]]
+    for way in list(COMPRESSIONS)[1:]:
+        mode, wire_dtype, keep_ratio = COMPRESSIONS[way]
+        row = [way]
+        for is_compiled in (False, True):
+            settings = (mode, keep_ratio, 256, wire_dtype, is_compiled, False, lap)
+            compressor = module.GradientCompressor(dist.group.WORLD, *settings)
+            seconds = spent(partial(compressor, "a module"), compressor.start_step)
+            row += [f"{gradient.nbytes / seconds / 1e9:.2f}", f"{seconds / copy:.1f}"]
+        rows.append(row)
+        print(row, flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU core"
-    report(f"encode-{device.type}", [f"mode, {name}", "GB/s of fp32", "times a copy"], rows)
+    head = [f"mode, {name}", "GB/s of fp32", "times a copy", "`--compile`, GB/s", "times a copy"]
+    report(f"encode-{device.type}", head, rows)
     dist.destroy_process_group()
 
 

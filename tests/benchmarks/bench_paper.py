@@ -23,11 +23,11 @@ def on_paper():
     for name, shards in dict.fromkeys((name, shards) for name, _, shards in LAYOUTS):
         size = scale.sizes(name, shards, tokens)
         parts = ["state", "gathered", "logits", "activations", "checkpointed"]
-        parts += ["total", "total, checkpointed", "accumulated"]
+        parts += ["total", "total, checkpointed", "kept"]
         rows.append([name, shards, *[f"{size[part] / 1e9:,.1f}" for part in parts]])
     head = ["GB on each GPU", "shards", "state", "gathered", "logits", "activations"]
-    head += ["with checkpointing", "total", "total with checkpointing", "accumulation adds"]
-    report("scale-memory", head, rows)
+    head += ["with checkpointing", "total", "total with checkpointing"]
+    report("scale-memory", [*head, "`--no-reshard-after-forward` adds"], rows)
     rows = []
     for name, gpus, shards in LAYOUTS:
         row = [name, f"{gpus // 8} × 8", shards]

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from pydoc_data.topics import topics
 
 import nodes
 import psutil
+import torch
+import transformers
 from bench_common import (
     GPU,
     RUNG_01,
@@ -38,6 +41,9 @@ GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
 LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
+# 264 M parameters, 1.06 GB in fp32, of which the tables of the vocabulary are a quarter.
+GIGABYTE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
+GIGABYTE |= {"num_attention_heads": 16, "vocab_size": 32000}
 TINY = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
 # Name: sizes, sequence length, micro-batch, global batch, steps, of which to warm up.
 MODELS = {
@@ -156,7 +162,7 @@ def single():
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
             contenders = {
-                "rung 01": lambda how=how: run_rung(how, RUNG_01, 1),
+                "rung 01": lambda how=how: run_rung(how, RUNG_01, 1, "--no-compile"),
                 "the bare loop": lambda how=how: run_peer(how, "bare"),
                 "Trainer": lambda how=how: run_peer(how, "trainer"),
             }
@@ -277,6 +283,146 @@ def memory():
             rows.append([processes, f"{1000 * ddp:.1f}", f"{1000 * fsdp:.1f}", *share])
     head = ["processes W", "rung 02, MB", "rung 03, MB", "03 / 02", "off 1/W by"]
     report("memory", head, rows)
+
+
+MICRO_BATCHES = (1, 2, 4)
+ACCUMULATING = {
+    "rung 02": (RUNG_02, ()),
+    "rung 03": (RUNG_03, ()),
+    "rung 03 --no-reshard-after-forward": (RUNG_03, ("--no-reshard-after-forward",)),
+}
+
+
+def accumulation():
+    """What more micro-batches of the same size cost: memory, bytes on the network, speed. A short
+    run is for the memory, a long one for the speed, and what the long one sends more is for its 4
+    further steps."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "warm": 1}
+        for name, (rung, more) in ACCUMULATING.items():
+            for micro_batches in MICRO_BATCHES:
+                how["global_batch_size"] = 4 * micro_batches
+                # Memory that is freed goes back to the system at once, or would seem to be in use.
+                trim = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+                lines, sent_by_3 = run_and_count(how | {"steps": 3}, rung, "peaks", *more, **trim)
+                peak = 1000 * lines[2]["memory/peak_allocated_gb"]
+                lines, sent_by_7 = run_and_count(how | {"steps": 7}, rung, None, *more)
+                ms = statistics.median(line["time/total_ms"] for line in lines[2:])
+                tokens = how["global_batch_size"] * how["seq_length"]
+                row = [name, micro_batches, f"{1000 * lines[-1]['memory/state_gb']:.1f}"]
+                row += [f"{peak:,.0f}", f"{(sent_by_7 - sent_by_3) / 4e6:.1f}"]
+                rows.append([*row, f"{1000 * tokens / ms:,.0f}"])
+                print(rows[-1], flush=True)
+    head = ["25.3 M parameters, 2 ranks", "micro-batches per step", "state of a rank, MB"]
+    head += ["peak of the process, MB", "sent by a rank per step, MB", "tokens/s"]
+    report("accumulation", head, rows)
+
+
+def run_and_count(how, rung, patch, *more, **variables):
+    """Two processes in a network namespace of their own: the log, and bytes that a rank sent."""
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["--master-addr", "127.0.0.1", "--nproc-per-node", 2]
+        command = torchrun(launch, rung, patch, [*flags_of(how, "run", folder), *more])
+        inside = 'ip link set lo up; "$@"; code=$?; grep lo: /proc/net/dev; exit $code'
+        run = subprocess.run(
+            ["unshare", "-rn", "bash", "-c", inside, "bash", *command],
+            env=environment(GLOO_SOCKET_IFNAME="lo", **variables),
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        received = int(run.stdout.split("lo:")[-1].split()[0])
+        return list(metrics(Path(folder, "run")).values()), received / 2
+
+
+def peaks(module, _):
+    """Makes the peak that is logged that of the time since the last line, not since the start."""
+    memory_gb = module.memory_gb
+
+    def since_the_last_call(model, optimizer, device):
+        memory = memory_gb(model, optimizer, device)
+        status = Path("/proc/self/status").read_text()
+        memory[1] = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+        Path("/proc/self/clear_refs").write_text("5")
+        return memory
+
+    module.memory_gb = since_the_last_call
+
+
+def loading():
+    """Memory that a rank takes to load a pretrained model of 1 GB and to export it, and the time.
+
+    The most anonymous memory (not the files, which the system may drop), less what the process had
+    when it began. Loading ends before the optimizer is made."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder, "model"), **GIGABYTE)
+        config = transformers.AutoConfig.from_pretrained(model)
+        weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        weights.save_pretrained(model)
+        del weights
+        for rung, processes in ((RUNG_02, 1), (RUNG_03, 1), (RUNG_03, 2), (RUNG_03, 4)):
+            log = Path(folder, f"{rung}-{processes}")
+            flags = ["-m", model, "-d", "dummy", "-s", 16, "--global-batch-size", processes]
+            flags += ["-b", 1, "--max-steps", 1, "--eval-sequences", 1]
+            flags += ["-e", "run", "--save-dir", log]
+            how = ["--standalone", "--nproc-per-node", processes]
+            command = torchrun(how, rung, f"watched={log}", flags)
+            subprocess.run(command, env=environment(), check=True, capture_output=True)
+            phases = [json.loads(Path(f"{log}-{rank}").read_text()) for rank in range(processes)]
+            row = [rung[:2], processes]
+            for phase in ("load", "export"):
+                megabytes = [f"{rank[phase][0] / 1e6:,.0f}" for rank in phases]
+                others = sorted(megabytes[1:], key=lambda text: int(text.replace(",", "")))
+                row += [megabytes[0], " to ".join(dict.fromkeys([*others[:1], *others[-1:]]))]
+                row.append(f"{phases[0][phase][1]:.1f}")
+            rows.append([cell or "–" for cell in row])
+            print(rows[-1], flush=True)
+    head = ["rung", "processes", "loading: rank 0, MB", "the others, MB", "seconds"]
+    head += ["export: rank 0, MB", "the others, MB", "seconds"]
+    report("loading", head, rows)
+
+
+def watched(module, log):
+    """Writes for each rank the most memory of loading and of the export, and their seconds."""
+    phases, most, begin = {}, [0], [0, 0.0]
+
+    def anonymous():
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    def watch():
+        while True:
+            most[0] = max(most[0], anonymous())
+            time.sleep(0.005)
+
+    def start():
+        begin[:] = most[0], _ = anonymous(), time.perf_counter()
+
+    def stop(phase):
+        phases[phase] = max(most[0], anonymous()) - begin[0], time.perf_counter() - begin[1]
+        Path(f"{log}-{os.environ['RANK']}").write_text(json.dumps(phases))
+
+    def before(owner, name, act):
+        function = getattr(owner, name)
+
+        def wrapped(*values, **named):
+            act()
+            return function(*values, **named)
+
+        setattr(owner, name, wrapped)
+
+    def save(*values, **named):
+        start()
+        save_final_model(*values, **named)
+        stop("export")
+
+    save_final_model, module.save_final_model = module.save_final_model, save
+    started = []
+    before(module, "load_model", lambda: started or (started.append(1), start()))
+    before(module.torch.optim, "AdamW", lambda: stop("load"))
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def start():
@@ -542,6 +688,7 @@ def chunked(module, count):
 
 
 PATCHES = {"clocked": clocked, "traced": traced, "unfused": unfused}
+PATCHES |= {"peaks": peaks, "watched": watched}
 PATCHES |= {"masked": masked, "chunked": chunked, "compiled_loss": compiled_loss}
 WIDE = {**TINY, "vocab_size": 128256, "tie_word_embeddings": True}
 LEVERS = [
@@ -563,8 +710,8 @@ def levers():
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
             for _ in range(2):
-                plain = run_rung(how, rung, processes)
-                other = run_rung(how, rung, processes, *flags, patch=patch)
+                plain = run_rung(how, rung, processes, "--no-compile")
+                other = run_rung(how, rung, processes, "--no-compile", *flags, patch=patch)
                 rates.append(other["tokens_per_second"] / plain["tokens_per_second"])
                 peak = "memory/peak_allocated_gb"
                 peaks.append(other[peak] - plain[peak])

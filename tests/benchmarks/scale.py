@@ -60,8 +60,8 @@ def activation_bytes(config):
 
 
 def logit_bytes(config):
-    """Per token: logits in bf16 and fp32, their log-softmax in fp32."""
-    return 10 * config.vocab_size
+    """Per token, with a compiled loss: logits and their gradient in bf16."""
+    return 4 * config.vocab_size
 
 
 def flops(config, n, length):
@@ -72,7 +72,7 @@ def flops(config, n, length):
 
 
 def sizes(name, shards, tokens):
-    """Bytes on each GPU, with a micro-batch of `tokens` per step and no accumulation."""
+    """Bytes on each GPU, with micro-batches of `tokens` and gradients that add up in shards."""
     config = config_of(name)
     n, block = parameters(config)
     layers, each = config.num_hidden_layers, activation_bytes(config)
@@ -87,7 +87,7 @@ def sizes(name, shards, tokens):
         "checkpointed": inputs,
         "total": sum(parts) + kept,
         "total, checkpointed": sum(parts) + inputs,
-        "accumulated": 4 * n,
+        "kept": 4 * n + 2 * n,  # whole gradients in fp32, and parameters in bf16
     }
 
 

@@ -24,24 +24,39 @@ CONFIGS = {
 KINDS = {"llama": 1, "qwen3": 1, "gemma3": 2, "gpt2": 1}
 # Micro-batches of 3, 3 and 2 sequences, and evaluation between the steps.
 UNEVEN = ("-s", "32", "--global-batch-size", "8", "-b", "3", "--max-steps", "4", "--eval-freq", "2")
-# Dynamo alone decides what is compiled. Without its compiler the test takes seconds.
-NO_COMPILER = ("dynamic=False)", 'dynamic=False, backend="eager")')
+# PyTorch hands the compiler one graph after the other. This one counts them and compiles nothing,
+# which takes seconds.
+COMPILER = """
+compiled = []
+
+
+def count_graph(graph, inputs):
+    compiled.append(graph)
+    return graph.forward
+
+
+"""
+BEGIN = "@record  # torchrun"
 LAST_LINE = '    say(f"{tokenizer.decode(tokens[:32])} [the model goes on]'
-COUNT = (
-    LAST_LINE,
-    f"    say(f\"graphs {{torch._dynamo.utils.counters['stats']['unique_graphs']}}\")\n{LAST_LINE}",
-)
 
 
-def without_compiler(folder, rung, *edits):
-    path = mutant(folder, rung, *edits)
-    path.write_text(path.read_text().replace(*NO_COMPILER))
+def counting(folder, rung, *edits):
+    """A copy of a rung that counts what is compiled, and says it behind its sample."""
+    begin = "def main(args):\n" if rung == "01-single-gpu" else BEGIN
+    edits = [(begin, COMPILER + begin), *edits]
+    path = mutant(
+        folder, rung, *edits, (LAST_LINE, f'    say(f"graphs {{len(compiled)}}")\n{LAST_LINE}')
+    )
+    text = path.read_text()
+    assert "dynamic=False)" in text
+    path.write_text(text.replace("dynamic=False)", "dynamic=False, backend=count_graph)"))
     return path
 
 
-def graphs(rung, processes, path, *flags):
+def graphs(rung, path, *flags):
     """How many graphs a run compiles, its evaluations and its sample included."""
-    out = run(rung, processes, *flags, "--compile", path=path).out
+    processes = 1 if rung == "01-single-gpu" else 2
+    out = run(rung, processes, *flags, "--compile", *exact(rung, processes), path=path).out
     return int(out.split("graphs ")[1].split()[0])
 
 
@@ -57,28 +72,38 @@ CASES = [
 def test_a_block_is_compiled_once_per_batch_size(rung, name, tmp_path):
     """Not once per layer, not again for the evaluation, and in rung 02 not in pieces for DDP. A
     short micro-batch has code of its own, and the full ones keep theirs."""
-    processes = 1 if rung == "01-single-gpu" else 2
     CONFIGS[name].save_pretrained(tmp_path / name)
-    path = without_compiler(tmp_path, rung, COUNT)
-    flags = (*UNEVEN, "-m", tmp_path / name, *exact(rung, processes))
+    path = counting(tmp_path, rung)
     batch_sizes = 2  # of 3 and 2 sequences, on two processes 3 and 1
-    assert graphs(rung, processes, path, *flags) == batch_sizes * (KINDS[name] + 1)  # 1: the loss
+    number = graphs(rung, path, *UNEVEN, "-m", tmp_path / name)
+    assert number == batch_sizes * (KINDS[name] + 1)  # 1: the loss
+
+
+def test_the_count_sees_an_evaluation_that_is_compiled(tmp_path):
+    CONFIGS["llama"].save_pretrained(tmp_path / "llama")
+    path = counting(tmp_path, "01-single-gpu")
+    stance = '@torch.compiler.set_stance("force_eager")\n'
+    assert path.read_text().count(stance) == 2
+    path.write_text(path.read_text().replace(stance, ""))
+    assert graphs("01-single-gpu", path, *UNEVEN, "-m", tmp_path / "llama") > 4
+
+
+WHOLE = "    torch._dynamo.config.optimize_ddp = False\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rung", "line", "more"),
-    [
-        ("01-single-gpu", '@torch.compiler.set_stance("force_eager")\n', 2),  # the evaluation
-        ("02-ddp", "    torch._dynamo.config.optimize_ddp = False\n", 4),
-    ],
-)
-def test_the_count_sees_what_each_line_avoids(rung, line, more, tmp_path):
-    CONFIGS["llama"].save_pretrained(tmp_path / "llama")
-    path = without_compiler(tmp_path, rung, COUNT)
-    path.write_text(path.read_text().replace(line, ""))
-    processes = 1 if rung == "01-single-gpu" else 2
-    assert graphs(rung, processes, path, *UNEVEN, "-m", tmp_path / "llama") >= 4 + more
+def test_ddp_does_not_cut_a_block_into_pieces(tmp_path):
+    """PyTorch would cut it where a bucket of gradients is full, here of 1 MB."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+    LlamaConfig(**{**SIZES, **sizes}).save_pretrained(tmp_path / "m")
+    small = ("gradient_as_bucket_view=True)", "gradient_as_bucket_view=True, bucket_cap_mb=1)")
+    few = ("-s", "16", "--global-batch-size", "4", "--max-steps", "2", "--eval-sequences", "2")
+    numbers = []
+    for name, edits in (("ours", [small]), ("cut", [small, (WHOLE, "")])):
+        path = counting(tmp_path / name, "02-ddp", *edits)
+        numbers.append(graphs("02-ddp", path, *few, "-m", tmp_path / "m"))
+    assert numbers[0] == 2  # a block and the loss
+    assert numbers[1] > 2
 
 
 MODE = """
@@ -92,11 +117,11 @@ class Waits(TorchDispatchMode):
 """
 PATCH = "transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None\n"
 # From the first forward pass of a step to the end of its update.
-BEGIN = "        step_loss = torch.zeros((), device=device)\n"
+FORWARD = "        step_loss = torch.zeros((), device=device)\n"
 END = '        log.lap("update")\n'
 WATCHED = [
     (PATCH, PATCH + MODE),
-    (BEGIN, BEGIN + "        waits = Waits()\n        waits.__enter__()\n"),
+    (FORWARD, FORWARD + "        waits = Waits()\n        waits.__enter__()\n"),
     (END, END + "        waits.__exit__(None, None, None)\n"),
 ]
 

@@ -107,9 +107,8 @@ def test_what_is_read_is_what_is_exported(name, rung, processes, saved, tmp_path
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize(
-    "name", [n if n == "gpt_neox" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_shards_that_are_read_give_the_curve_of_rung_01(name, saved, curve):
     """With buffers, which are in no file: rotary frequencies, the scale of Gemma's embeddings."""
     flags = (*ONE_STEP, "--max-steps", "3", "-m", saved(name))
@@ -156,6 +155,7 @@ def test_other_architectures_are_read_in_shards(saved):
 
 
 @pytest.mark.law1
+@pytest.mark.slow
 def test_a_file_that_shards_cannot_be_read_from(saved, tmp_path, curve):
     """Weights in PyTorch's older format, a pickle: rank 0 reads them, with weights_only."""
     folder = tmp_path / "bin"
@@ -170,7 +170,10 @@ def test_a_file_that_shards_cannot_be_read_from(saved, tmp_path, curve):
     )
 
 
-@pytest.mark.parametrize("rung", [rung for rung in RUNGS if rung >= "03"])
+@pytest.mark.parametrize(
+    "rung",
+    ["03-fsdp", *[pytest.param(r, marks=pytest.mark.slow) for r in RUNGS if r > "03-fsdp"]],
+)
 def test_weights_that_are_missing_are_named(rung, saved, tmp_path):
     """One line, and not the random numbers that would be in their place."""
     folder = tmp_path / "m"
@@ -208,6 +211,7 @@ def test_a_large_model_is_exported_in_several_files(rung, saved, tmp_path):
         assert torch.equal(one, other), name
 
 
+@pytest.mark.slow
 def test_the_dtype_of_the_export(saved, tmp_path):
     flags = ("-s", "32", "--global-batch-size", "6", "--max-steps", "2", "-m", saved("gpt2"))
     for dtype in ("fp32", "bf16"):

@@ -287,7 +287,7 @@ def write_flags(path, flags):
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             lines.append(flag)
-        elif value is False and not name.startswith("no_"):
+        elif value is False and not name.startswith("no_"):  # there is no flag --no-no-...
             lines.append(f"--no-{flag[2:]}")
         elif value is not None and value is not False:
             lines.append(shlex.join([flag, str(value)]))
@@ -546,7 +546,7 @@ def write_final_model(run_dir, step, blocks, empty_model, config, tokenizer):
         generation.to_json_file(temporary / "generation_config.json")
 
     # For some architectures the tensors in files have other names than the parameters of the model,
-    # or are parts of them. The reverted ones are those that are in files.
+    # or are parts of them. This gives their names and shapes; `empty_model` has no values.
     tensors = revert_weight_conversion(empty_model, dict(named_tensors(empty_model)))
     split = split_torch_state_dict_into_shards(
         tensors, filename_pattern="model{suffix}.safetensors", max_shard_size="5GB"

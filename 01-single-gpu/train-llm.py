@@ -123,9 +123,9 @@ def main(args):
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
-    # same. The whole model would take many times as long. The loss is compiled as well: its fp32
-    # numbers then stay in registers, where PyTorch would write each intermediate result to memory.
-    # `dynamic=False` gives each batch size code of its own. Otherwise a shorter micro-batch would
+    # same. The whole model would take many times as long. The loss is compiled as well, because its
+    # intermediate results are the largest tensors of a step: compiled, they are never in memory.
+    # With `dynamic=False` each batch size has its own code. Otherwise a shorter micro-batch would
     # replace the code of the full ones by slower code for all sizes.
     cross_entropy = sum_cross_entropy
     is_compiled = device.type == "cuda" if args.compile is None else args.compile

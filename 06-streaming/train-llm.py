@@ -186,9 +186,9 @@ def main(args):
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
-    # same. The whole model would take many times as long. The loss is compiled as well: its fp32
-    # numbers then stay in registers, where PyTorch would write each intermediate result to memory.
-    # `dynamic=False` gives each batch size code of its own. Otherwise a shorter micro-batch would
+    # same. The whole model would take many times as long. The loss is compiled as well, because its
+    # intermediate results are the largest tensors of a step: compiled, they are never in memory.
+    # With `dynamic=False` each batch size has its own code. Otherwise a shorter micro-batch would
     # replace the code of the full ones by slower code for all sizes.
     cross_entropy = sum_cross_entropy
     is_compiled = device.type == "cuda" if args.compile is None else args.compile
@@ -505,12 +505,15 @@ class Progress:
 
 
 class BackgroundWriter(CheckpointWriter):
-    """Writes in a thread. `device` is the one of this rank."""
+    """A CheckpointWriter for a thread of a process whose device is `device`."""
+
+    def __init__(self, device, run_dir, step, values, keep):
+        super().__init__(run_dir, step, values, keep)
+        self.device = device
 
     def reset(self, checkpoint_id=None):
-        """DCP calls it first. The GPU of a new thread is GPU 0, whatever that of the process is.
-
-        So all ranks would take memory there."""
+        """Chooses the GPU of the thread. DCP calls this first, in the thread."""
+        # In a new thread GPU 0 is the current one. Every rank of a node would take memory there.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         super().reset(checkpoint_id)
@@ -550,8 +553,7 @@ class AsyncCheckpointer:
             )
             self.stager = DefaultStager(options)
 
-        self.writer = BackgroundWriter(self.run_dir, step, values, self.keep)
-        self.writer.device = self.device
+        self.writer = BackgroundWriter(self.device, self.run_dir, step, values, self.keep)
         self.saving = dcp.async_save(
             checkpoint_tensors(self.model, self.optimizer),
             storage_writer=self.writer,
@@ -933,10 +935,11 @@ def load_model(config, weights, attn, seed):
 
 
 def find_weights(model, name):
-    """The safetensors files of a pretrained model, if every rank can read its shards from them.
+    """Returns the safetensors files of a pretrained model, and how to make parameters of them.
 
-    Otherwise, or without a `name`, there are none in the list. Also returns how transformers makes
-    parameters of the tensors in the files, which may have other names or hold a part."""
+    The tensors in the files may have other names than the parameters, or be parts of them: the
+    conversions of transformers say so. The list of files is empty if there are none, without a
+    `name`, and if a rank could not tell which part of a file its shard is."""
     conversions = get_model_conversion_mapping(model)
     for conversion in conversions:
         for operation in getattr(conversion, "operations", []):
@@ -962,7 +965,8 @@ def find_weights(model, name):
 
 def read_shards(model, name, files, conversions, device):
     """Reads the values of this rank's shards, as fp32, from safetensors files."""
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its threads would read many tensors ahead
+    # Without this, transformers reads with several threads, which takes more memory.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if dist.get_rank() > 0:
         transformers.logging.disable_progress_bar()
     options = LoadStateDictConfig(
@@ -977,7 +981,7 @@ def read_shards(model, name, files, conversions, device):
         convert_and_load_state_dict_in_model(model, tensors, options)
     except Exception as error:  # a damaged file makes the libraries raise errors of any type
         fail(f"--model-name {name}: {type(error).__name__}: {error}")
-    model.tie_weights()
+    model.tie_weights()  # such as the output layer, if it has the weights of the embeddings
 
     for key, parameter in list(model.named_parameters()):
         # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
@@ -986,7 +990,8 @@ def read_shards(model, name, files, conversions, device):
         elif parameter.is_meta:
             fail(f"--model-name {name}: it lacks weights for {key}")
         else:
-            shard = parameter.detach().to(device)  # DTensors are made on the GPU: --cpu-offload
+            # A DTensor is always created on the GPU. With --cpu-offload it must be on the CPU.
+            shard = parameter.detach().to(device)
         owner, _, attribute = key.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))
     model.tie_weights()  # again, because the parameters are new
@@ -1007,13 +1012,13 @@ def fill_buffers(model, device):
     """Computes the buffers that no file has, such as the frequencies of rotary embeddings."""
     computed = dict(model.named_non_persistent_buffers())
     for name, buffer in list(model.named_buffers()):
-        is_known = name not in computed and not buffer.is_meta
-        buffer = buffer.to(device) if is_known else torch.empty_like(buffer, device=device)
-        buffer._is_hf_initialized = is_known
+        has_values = name not in computed and not buffer.is_meta
+        buffer = buffer.to(device) if has_values else torch.empty_like(buffer, device=device)
+        buffer._is_hf_initialized = has_values
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, buffer)
 
-    # This method of transformers leaves out what has the mark.
+    # initialize_weights leaves tensors alone whose attribute says that they have their values.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     model.initialize_weights()

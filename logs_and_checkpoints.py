@@ -14,6 +14,7 @@ import shlex
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import warnings
 import zlib
@@ -37,16 +38,19 @@ RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
+# The stage of the course, which is the name of the script's folder, such as 01-single-gpu.
+STAGE = Path(sys.argv[0]).resolve().parent.name
+
 # The names of the numbers that `memory_gb` returns.
 MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
 MEMORY_METRICS = [f"memory/{name}_gb" for name in MEMORY]
 # What the console shows of the metrics, and how. metrics.jsonl has all of them.
 CONSOLE_FORMATS = {
-    "loss": ".4f",
-    "learning_rate": ".2e",
-    "grad_norm": ".3f",
-    "tokens_per_second": ",.0f",
-    "mfu": ".1%",
+    "train/loss": ".4f",
+    "train/learning_rate": ".2e",
+    "train/grad_norm": ".3f",
+    "throughput/tokens_per_second": ",.0f",
+    "throughput/mfu": ".1%",
     "eval/loss": ".4f",
     "eval/perplexity": ".2f",
 }
@@ -60,8 +64,9 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Features of Comet that are turned off: the script logs its own metrics and flags.
-COMET_OFF = "log_code log_graph log_git_metadata log_git_patch log_env_details parse_args"
+# Features of Comet that are turned off: the script logs its own metrics and flags. System metrics
+# (GPU, CPU, network) and the environment stay on.
+COMET_OFF = "log_code log_graph log_git_metadata log_git_patch parse_args"
 COMET_OFF += " auto_param_logging auto_metric_logging auto_output_logging"
 # torch.distributed.checkpoint (DCP) warns if there is one process and no process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -84,8 +89,27 @@ def fail(message):
         time.sleep(60)
 
     line = " ".join(part.strip() for part in message.splitlines() if part.strip())
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: error: {line[:2000]}\n")
+    say_last(f"{Path(sys.argv[0]).name}: error: {line[:2000]}")
     sys.exit(2)
+
+
+def say_last(line):
+    """Writes a line to stderr that the user should find at the end of what the run has printed.
+
+    torchrun adds a traceback of its own when one of its processes has failed, some 40 lines. So a
+    process is left behind that waits until torchrun has ended, and then repeats the line."""
+    tqdm.write(line, file=sys.stderr)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.stderr.flush()
+        torchrun = psutil.Process(os.getppid())
+        left_behind = os.fork()  # 0 in the new process
+        os.setpgid(left_behind, 0)  # torchrun sends signals to the group of this process
+        if left_behind == 0:
+            os.closerange(3, 2**16)
+            while torchrun.is_running() and torchrun.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.02)
+            os.write(2, f"{line}\n".encode())
+            os._exit(0)
 
 
 def memory_gb(model, optimizer, device):
@@ -155,7 +179,11 @@ class RunLog:
 
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        self.board = SummaryWriter(self.run_dir / "tensorboard", purge_step=self.last_step + 1)
+        # TensorBoard shows the path of a folder as the name of the run.
+        folder = self.run_dir / "tensorboard" / STAGE
+        self.board = SummaryWriter(folder, purge_step=self.last_step + 1)
+        flags = (self.run_dir / "flags.txt").read_text()
+        self.board.add_text("flags", textwrap.indent(flags, "    "), self.last_step)
 
     def open_comet(self):
         """Starts or continues the Comet experiment. Whatever goes wrong, training goes on."""
@@ -183,9 +211,10 @@ class RunLog:
                 experiment_config=config,
             )
             versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-            stage = Path(sys.argv[0]).resolve().parent.name
-            ours = {"stage": stage, "world_size": WORLD_SIZE, **versions, **self.run_info}
+            ours = {"stage": STAGE, "world_size": WORLD_SIZE, **versions, **self.run_info}
             self.comet.log_parameters({**self.flags, **ours})
+            self.comet.log_other("command", shlex.join(sys.argv))
+            self.comet.add_tags([STAGE, self.flags["model_name"], self.flags["dataset_name"]])
         except Exception as error:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 
@@ -225,24 +254,25 @@ class RunLog:
         if RANK > 0 or not metrics:
             return
 
-        metrics = {"step": step, **metrics, **self.checkpoint_metrics}
+        metrics = {**metrics, **self.checkpoint_metrics}
         self.checkpoint_metrics = {}
-        if "loss" in metrics:  # it is not in steps that only evaluate
+        if "train/loss" in metrics:  # it is not in steps that only evaluate
             tokens_per_step = self.flags["global_batch_size"] * self.flags["seq_length"]
             tokens_per_second = 1000 * tokens_per_step / metrics["time/total_ms"]
-            metrics["tokens_seen"] = step * tokens_per_step
-            metrics["tokens_per_second"] = tokens_per_second
+            metrics["train/tokens_seen"] = step * tokens_per_step
+            metrics["throughput/tokens_per_second"] = tokens_per_second
             # Model FLOPs utilization: the model's own arithmetic as a share of the devices' peak
             # (PaLM, arXiv:2204.02311, appendix B).
             if self.run_info["peak_flops"]:
                 flops = tokens_per_second * self.run_info["flops_per_token"]
-                metrics["mfu"] = flops / (WORLD_SIZE * self.run_info["peak_flops"])
-            self.bar.set_postfix_str(f"loss {metrics['loss']:.3f}")
+                metrics["throughput/mfu"] = flops / (WORLD_SIZE * self.run_info["peak_flops"])
+            self.bar.set_postfix_str(f"loss {metrics['train/loss']:.3f}")
 
         columns = [f"step {step:>5}/{self.total_steps}"]
         for name, form in CONSOLE_FORMATS.items():
             if name in metrics:
-                columns.append(f"{name} {metrics[name]:{form}}")
+                short_name = name.removeprefix("train/").removeprefix("throughput/")
+                columns.append(f"{short_name} {metrics[name]:{form}}")
         say("  ".join(columns))
         if self.run_dir:
             self.write(step, metrics)
@@ -253,11 +283,21 @@ class RunLog:
             fail(f"--save-dir {self.run_dir}: the disk is full")
         # JSON has neither NaN nor infinity. Both become null.
         finite = {k: v if abs(v) < float("inf") else None for k, v in metrics.items()}
-        self.metrics_file.write(json.dumps(finite) + "\n")
+        self.metrics_file.write(json.dumps({"step": step, **finite}) + "\n")
         for name, number in metrics.items():
             self.board.add_scalar(name, number, step)
         if self.comet:
             self.comet.log_metrics(metrics, step=step)
+
+    def sample(self, prompt, continuation):
+        """Logs what the model has written after a prompt, both as text."""
+        say(f"prompt, from text that the model was not trained on: {prompt}")
+        say(f"what the model writes after it: {continuation}")
+        if self.run_dir:
+            text = f"prompt:\n{prompt}\n\nwhat the model writes after it:\n{continuation}"
+            self.board.add_text("sample", textwrap.indent(text, "    "), self.last_step)
+            if self.comet:
+                self.comet.log_text(text, step=self.last_step)
 
     def after_checkpoint(self, metrics):
         """Adds the metrics of a checkpoint to the next line of the log.
@@ -272,12 +312,17 @@ class RunLog:
             self.next_archive = time.monotonic() + 300
 
     def close(self):
-        """Closes the files, and sends what Comet still holds."""
+        """Closes the files, sends what Comet still holds, and says where it is to be seen."""
         self.bar.close()
         if self.run_dir:
             self.board.close()
         if self.comet:
             self.comet.end()
+            if self.comet_offline:
+                archives = shlex.quote(f"{self.run_dir}/comet")
+                say(f"to upload the run to Comet: comet upload {archives}/*.zip")
+            else:
+                say(f"the run on Comet: {self.comet.url}")
 
 
 def write_flags(path, flags):
@@ -365,6 +410,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
     def end_run(self, error):
         """Ends the run after DCP's CheckpointException. Earlier checkpoints stay as they are."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if isinstance(cause_of(error), KeyboardInterrupt):  # Ctrl-C
+            raise KeyboardInterrupt
         free = shutil.disk_usage(self.run_dir).free
         problem = f"{self.folder.name} not saved, {free:,} bytes are free: {cause_of(error)}"
         fail(f"--save-dir {self.run_dir}: {problem}")

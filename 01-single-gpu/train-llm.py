@@ -8,10 +8,13 @@ Try it, train on a text of your own, fine-tune a pretrained model. Without -e no
 """
 
 import argparse
+import difflib
 import math
 import os
+import re
 import shlex
 import sys
+import zlib
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics  # the language reference that comes with Python: a text
@@ -20,6 +23,12 @@ from pydoc_data.topics import topics  # the language reference that comes with P
 # clone of this repository must import its own copy of the module.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+# PyTorch's threads on a CPU wait for their next work. By default they keep a core busy while they
+# wait, which makes a run many times slower if other programs need the cores. PASSIVE threads sleep.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print("importing torch, transformers and datasets: this takes some seconds", flush=True)
 
 import datasets
 import numpy as np
@@ -36,6 +45,7 @@ from logs_and_checkpoints import (
     save_checkpoint,
     save_final_model,
     say,
+    say_last,
 )
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.checkpoint import checkpoint
@@ -53,6 +63,8 @@ EXPERIMENT_FLAGS = (
     "from_scratch",
     "dataset_name",
     "dataset_subset",
+    "text_column",
+    "train_on_prompt",
     "seq_length",
     "seed",
     "global_batch_size",
@@ -79,9 +91,7 @@ def main(args):
     # Data: sequences of one length, cut from the documents.
     config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
     args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
-    train_data, eval_data = load_data(
-        args.dataset_name, args.dataset_subset, tokenizer, args.seq_length
-    )
+    train_data, eval_data = load_data(args, tokenizer)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
@@ -111,12 +121,12 @@ def main(args):
     model = load_model(config, weights, args.attn, args.seed)
     run_info = {
         "parameters": model.num_parameters(),
-        "attention": model.config._attn_implementation,
+        "attn": model.config._attn_implementation,
         "flops_per_token": flops_per_token(model, args.seq_length),
         "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
     }
     run_info["peak_flops"] = peak_flops(run_info["device_name"])
-    say(f"{run_info['parameters']:,} parameters, {run_info['attention']}, {args.dtype}, {device}")
+    say(f"{run_info['parameters']:,} parameters, {run_info['attn']}, {args.dtype}, {device}")
 
     # The transformer blocks. `_no_split_modules` has the name of their class, for each architecture
     # in transformers.
@@ -176,13 +186,22 @@ def main(args):
     resumed = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
     last_step = resumed["step"]
     if last_step >= total_steps and (run_dir / "final_model" / f"step-{last_step:08d}").exists():
-        say(f"{run_dir} is finished at step {last_step}: raise --max-steps or --num-epochs")
+        say(
+            f"{run_dir} is finished at step {last_step}: raise --max-steps or --num-epochs, or "
+            "choose another name (-e)"
+        )
+        say_what_is_left(run_dir)
         return
     if resumed.get("total_steps", total_steps) != total_steps:
         before = resumed["total_steps"]
         say(f"learning rate: scheduled over {total_steps} steps, before {before}")
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
+    # What the flags have left open, for the log.
+    run_info["device"] = str(device)
+    run_info["compile"] = is_compiled
+    run_info["max_steps"] = total_steps
+    run_info["warmup_steps"] = warmup_steps
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     for step in range(last_step + 1, total_steps + 1):
@@ -233,10 +252,10 @@ def main(args):
         if step == 1 or step % args.log_freq == 0 or step == total_steps:
             memory = memory_gb(model, optimizer, device)
             metrics = {
-                "loss": step_loss.item() / num_targets.item(),
-                "grad_norm": grad_norm.item(),
-                "learning_rate": lr,
-                "epoch": step / steps_per_epoch,
+                "train/loss": step_loss.item() / num_targets.item(),
+                "train/grad_norm": grad_norm.item(),
+                "train/learning_rate": lr,
+                "train/epoch": step / steps_per_epoch,
                 **log.pop_times(),
                 **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
             }
@@ -262,16 +281,18 @@ def main(args):
             log.after_checkpoint(times)
             log.lap("outside")
 
-    # Export the model for `from_pretrained`. Then show how it continues the first 32 tokens of a
-    # held-out sequence.
+    # Export the model for `from_pretrained`. Then show what it writes after a prompt that was held
+    # out from training.
     if run_dir:
         export_dtype = DTYPES[args.export_dtype]
         last_step = max(last_step, total_steps)
         save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
-    log.close()
+    tokens, start = choose_prompt(eval_data[-1], 224)
     with autocast():
-        tokens = sample(model, eval_data[-1]["input_ids"][:256], 32, device)
-    say(f"{tokenizer.decode(tokens[:32])} [the model goes on] {tokenizer.decode(tokens[32:])}")
+        tokens = sample(model, tokens, start, device)
+    log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
+    log.close()
+    say_what_is_left(run_dir)
 
 
 def load_config(name, from_scratch):
@@ -337,20 +358,24 @@ def check_seq_length(seq_length, config, name):
     return seq_length
 
 
-def load_data(name, subset, tokenizer, seq_length):
+def load_data(args, tokenizer):
     """Returns the sequences to train on and those to evaluate on.
 
     These are a split called validation or test, or else the last 5% of the training data."""
     try:
-        splits = load_splits(name, subset, tokenizer, seq_length)
-        if "train" not in splits:
+        splits = load_splits(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
+        documents = find_split(splits, "train")
+        if documents is None:
             raise ValueError(f"no split is called train, there are {list(splits)}")
-        train = pack(splits["train"], tokenizer, seq_length)
-        for split in ("validation", "test"):
-            if split in splits:
-                return train, pack(splits[split], tokenizer, seq_length)
+        columns = choose_columns(documents, tokenizer, args.text_column, args.train_on_prompt)
+        train = pack(documents, columns, tokenizer, args)
+        for name in ("validation", "test"):
+            documents = find_split(splits, name)
+            if documents is not None:
+                return train, pack(documents, columns, tokenizer, args)
     except Exception as error:  # a damaged file makes the libraries raise errors of any type
-        fail(f"--dataset-name {name}: {type(error).__name__}: {error} {error.__cause__ or ''}")
+        cause = error.__cause__ or ""
+        fail(f"--dataset-name {args.dataset_name}: {type(error).__name__}: {error} {cause}")
     num_held_out = math.ceil(len(train) / 20)
     num_train = len(train) - num_held_out
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
@@ -365,71 +390,230 @@ def load_splits(name, subset, tokenizer, seq_length):
         tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
         return {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
 
+    return datasets.load_dataset(**source_of(name, subset))
+
+
+# What `datasets` calls the formats of files, by their endings. Each may be followed by .gz.
+FILE_FORMATS = {
+    ".txt": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+
+
+def source_of(name, subset):
+    """The arguments of `load_dataset` for a hub id, a file, or a folder of files."""
     path = Path(name)
+    ending = Path(path.name.removesuffix(".gz")).suffix
     source = {"path": name, "name": subset}
-    if path.suffix in {".txt", ".json", ".jsonl", ".parquet"}:
-        source = {"path": str(path.resolve().parent), "data_files": path.name}
-    if path.suffix == ".txt" or any(path.rglob("*.txt")):
+    if ending in FILE_FORMATS:
+        if not any(path.parent.glob(path.name)):
+            raise FileNotFoundError(f"there is no such file in {path.resolve().parent}")
+        source = {"path": FILE_FORMATS[ending], "data_files": name}
+    elif path.is_file():
+        raise ValueError(f"it must end in {', '.join(FILE_FORMATS)}, or one of these and .gz")
+    if ending == ".txt" or any(path.rglob("*.txt*")):
         source["sample_by"] = "document"  # a file is a document, not each of its lines
-    return datasets.load_dataset(**source)
+    return source
 
 
-def pack(documents, tokenizer, seq_length):
-    """Turns a data set of documents into one of sequences, with a column `input_ids`.
+def find_split(splits, name):
+    """The split of this name, None if there is none. Chats often have train_sft and test_sft."""
+    return splits.get(name, splits.get(f"{name}_sft"))
 
-    Rows that have input_ids (and maybe labels) already are taken as they are."""
-    if "input_ids" in documents.column_names:
+
+# The columns of instruction data, in the formats of chats, of TRL and of Alpaca.
+INSTRUCTION_COLUMNS = (
+    ("messages",),
+    ("prompt", "completion"),
+    ("instruction", "input", "output"),
+    ("instruction", "output"),
+)
+# A chat template is a program that turns the messages of a conversation into a text. This one is
+# for tokenizers that have none: headings as in Alpaca, the end-of-text token after each answer.
+CHAT_TEMPLATE = """
+{%- for message in messages -%}
+{{ "" if loop.first else "\\n\\n" }}
+{%- if message.role == "assistant" -%}
+{{ "### Response:\\n" }}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+{%- else -%}
+{{ "### Instruction:" if message.role == "user" else "### " + message.role.capitalize() + ":" }}
+{{ message.content }}
+{%- endif -%}
+{%- endfor -%}
+{{ "\\n\\n### Response:\\n" if add_generation_prompt else "" }}"""
+
+
+def choose_columns(documents, tokenizer, text_column, train_on_prompt):
+    """The names of the columns to train on. They tell `pack` what the rows are.
+
+    A tuple: ("input_ids",), or one of `INSTRUCTION_COLUMNS`, or a column of text. A tokenizer that
+    needs a chat template and has none gets one."""
+    names = documents.column_names
+    texts = []
+    for name, feature in documents.features.items():
+        if getattr(feature, "dtype", "").endswith("string"):
+            texts.append(name)
+
+    if text_column is not None:
+        if text_column not in texts:
+            fail(f"--text-column {text_column}: the columns of text are {', '.join(texts)}")
+        texts = [text_column]
+    elif "input_ids" in names:
+        return ("input_ids",)
+    else:
+        for columns in INSTRUCTION_COLUMNS:
+            if set(columns) <= set(names):
+                trained_on = "prompts and answers" if train_on_prompt else "the answers"
+                say(f"training on {trained_on} in the columns {', '.join(columns)}")
+                if "text" in texts:
+                    say("not on the column text, which has both in one: --text-column text does so")
+                is_conversation = columns[0] != "prompt" or "prompt" not in texts
+                if is_conversation and tokenizer.chat_template is None:
+                    say("the tokenizer has no chat template: '### Instruction:', '### Response:'")
+                    tokenizer.chat_template = CHAT_TEMPLATE
+                return columns
+        if "text" in texts:
+            texts = ["text"]
+
+    if len(texts) != 1:
+        number = "several columns hold" if texts else "no column holds"
+        raise ValueError(f"{number} text, choose one of {', '.join(names)} with --text-column")
+    say(f"training on column {texts[0]!r}")
+    return tuple(texts)
+
+
+def pack(documents, columns, tokenizer, args):
+    """Turns documents into sequences of `args.seq_length` tokens, a data set with `input_ids`.
+
+    It also has `labels` if they are not the same. Rows that hold tokens are taken as they are."""
+    if columns == ("input_ids",):
         length = len(documents[0]["input_ids"])
-        if length != seq_length:
-            raise ValueError(f"its input_ids have {length} tokens, --seq-length is {seq_length}")
+        if length != args.seq_length:
+            raise ValueError(
+                f"its input_ids have {length} tokens, --seq-length is {args.seq_length}"
+            )
         sequences = documents
     else:
-        packer = Packer(text_column(documents), tokenizer, seq_length)
+        packer = Packer(columns, tokenizer, args.seq_length, args.train_on_prompt)
         old_columns = documents.column_names
         sequences = documents.map(packer, batched=True, remove_columns=old_columns)
     columns = [name for name in ("input_ids", "labels") if name in sequences.column_names]
     return sequences.with_format("torch", columns=columns)
 
 
-def text_column(documents):
-    """The name of the column to train on: `text`, or else the first that holds strings."""
-    columns = []
-    for name, feature in documents.features.items():
-        if getattr(feature, "dtype", "").endswith("string"):
-            columns.append(name)
-    if not columns:
-        raise ValueError(f"no column holds text, there are {documents.column_names}")
-    return "text" if "text" in columns else columns[0]
-
-
 class Packer:
     """Joins the tokens of documents and cuts them into sequences of one length (packing).
 
     `Dataset.map` calls it with batch after batch of documents. The tokens that do not fill a
-    sequence wait in `leftover` for the next batch."""
+    sequence wait in `leftover` for the next batch. Labels are joined and cut in the same way."""
 
-    def __init__(self, column, tokenizer, seq_length):
-        self.column = column
+    def __init__(self, columns, tokenizer, seq_length, train_on_prompt):
+        self.columns = columns
         self.tokenizer = tokenizer
         self.seq_length = seq_length
-        self.leftover = []
+        self.train_on_prompt = train_on_prompt
+        self.leftover = {}
 
-    def __call__(self, documents):
-        tokens = self.leftover
-        for ids in tokenize(documents[self.column], self.tokenizer):
-            tokens += ids
-        end = len(tokens) - len(tokens) % self.seq_length
-        self.leftover = tokens[end:]
-        starts = range(0, end, self.seq_length)
-        return {"input_ids": [tokens[i : i + self.seq_length] for i in starts]}
+    def __call__(self, rows):
+        sequences = {}
+        tokenized = tokenize(rows, self.columns, self.tokenizer, self.train_on_prompt)
+        for name, documents in tokenized.items():
+            tokens = self.leftover.get(name, [])
+            for document in documents:
+                tokens += document
+            end = len(tokens) - len(tokens) % self.seq_length
+            self.leftover[name] = tokens[end:]
+            starts = range(0, end, self.seq_length)
+            sequences[name] = [tokens[i : i + self.seq_length] for i in starts]
+        return sequences
 
 
-def tokenize(texts, tokenizer):
-    """Token ids of each text, with the end-of-text token after them."""
+def tokenize(rows, columns, tokenizer, train_on_prompt):
+    """Token ids of documents, with the end-of-text token after each. `rows` is a dict of columns.
+
+    Returns {"input_ids": lists of int}. For instruction data there are also "labels", which are
+    -100 for tokens that are not part of an answer: these have no loss."""
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    documents = tokenizer([text or "" for text in texts])["input_ids"]
-    # Some tokenizers add the token themselves.
-    return [ids if ids[-1:] == eos else ids + eos for ids in documents]
+    if columns not in INSTRUCTION_COLUMNS:
+        documents = tokenizer([text or "" for text in rows[columns[0]]])["input_ids"]
+        # Some tokenizers add the token themselves.
+        return {"input_ids": [ids if ids[-1:] == eos else ids + eos for ids in documents]}
+
+    tokens = {"input_ids": [], "labels": []}
+    for values in zip(*[rows[name] for name in columns], strict=True):
+        row = dict(zip(columns, values, strict=True))
+        for ids, is_answer in tokenize_instruction(row, tokenizer, eos):
+            labels = [
+                i if train_on_prompt or a else -100 for i, a in zip(ids, is_answer, strict=True)
+            ]
+            tokens["input_ids"].append(ids)
+            tokens["labels"].append(labels)
+    return tokens
+
+
+def tokenize_instruction(row, tokenizer, eos):
+    """Yields the token ids of a row, and for each token whether it is part of an answer."""
+    if "messages" in row:
+        messages = row["messages"]
+    elif "instruction" in row:
+        request = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
+        messages = [{"role": "user", "content": request}]
+        messages += [{"role": "assistant", "content": row["output"]}]
+    elif isinstance(row["prompt"], str):
+        # Two strings are joined as they are.
+        text = row["prompt"] + row["completion"]
+        answers = [(len(row["prompt"]), len(text))]
+        ids, is_answer = tokenize_answers(text, answers, tokenizer)
+        if ids[-1:] == eos:
+            ids, is_answer = ids[:-1], is_answer[:-1]
+        yield ids + eos, is_answer + [True] * len(eos)
+        return
+    else:
+        messages = row["prompt"] + row["completion"]
+    yield from tokenize_conversation(messages, tokenizer)
+
+
+def tokenize_conversation(messages, tokenizer):
+    """Yields the token ids of a conversation, and for each token whether it is part of an answer.
+
+    The answers are the messages of the assistant."""
+    if re.search(r"\{%-?\s*generation\b", tokenizer.get_chat_template()):
+        # The template marks what the assistant has to write.
+        tokens = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True)
+        if any(tokens["assistant_masks"]):
+            yield tokens["input_ids"], tokens["assistant_masks"]
+        return
+
+    # Otherwise an answer is what the template adds when the answer is added to the messages. Some
+    # templates write an answer in another way when a question follows, such as without the
+    # reasoning. Then the messages up to each answer are an example of their own.
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    text, answers = "", []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = render(messages[:i], add_generation_prompt=True) if i > 0 else ""
+            longer_text = render(messages[: i + 1])
+            if not longer_text.startswith(text):
+                yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
+                answers = []
+            text = longer_text
+            start = len(os.path.commonprefix([prompt, text]))
+            answers.append((start, len(text)))
+    if answers:
+        yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
+
+
+def tokenize_answers(text, answers, tokenizer, **options):
+    """Token ids of a text, and for each whether it is in one of `answers`, ranges of characters."""
+    tokens = tokenizer(text, return_offsets_mapping=True, **options)
+    ends = np.array([end for _, end in tokens["offset_mapping"]])  # of each token, in the text
+    is_answer = np.zeros(len(ends), bool)
+    for start, end in answers:
+        is_answer |= (start < ends) & (ends <= end)
+    return tokens["input_ids"], is_answer.tolist()
 
 
 def load_model(config, weights, attn, seed):
@@ -552,57 +736,104 @@ def sample(model, tokens, start, device):
     return tokens[0]
 
 
+def choose_prompt(sequence, length):
+    """Returns tokens for `sample`, of shape (T,), and how many of them are the prompt.
+
+    The prompt of a text is its first 32 tokens, that of instruction data ends where an answer
+    begins. At most `length` tokens follow it."""
+    input_ids = sequence["input_ids"]
+    start = min(32, len(input_ids) // 2)
+    if "labels" in sequence:
+        is_target = sequence["labels"] != -100
+        answers = (is_target[1:] & ~is_target[:-1]).nonzero()
+        if len(answers) > 0:
+            start = answers[0].item() + 1
+    return input_ids[: start + length], start
+
+
+def say_what_is_left(run_dir):
+    """Says where the trained model is, or how to keep that of the next run."""
+    if run_dir is None:
+        say("nothing was kept: with -e NAME a run is saved, and the same command resumes it")
+        return
+    folder = (run_dir / "final_model").resolve()
+    say(f'to load the model: transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
+
+
 def parse_args():
     """Returns the flags: from the command line, else from the run's checkpoint, else defaults."""
-    parser = argparse.ArgumentParser(fromfile_prefix_chars="@", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        fromfile_prefix_chars="@",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
-    parser.error = fail  # one line, as for all other errors
+    parser.error = partial(report_mistake, parser)
     # A switch has two forms, such as --compile and --no-compile. Without either it is None.
     switch = {"action": argparse.BooleanOptionalAction}
+    parser.set_defaults(from_scratch=False, train_on_prompt=False)
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
-    add("--save-dir", default=str(ROOT / "outputs"), help="default: outputs, in the parent folder")
-    add("--seed", type=zero_or_more(int), default=0)
+    add("--save-dir", default=str(ROOT / "outputs"), help="of all runs, default: %(default)s")
+    seed_help = "of the order of the data and of random weights, default: %(default)s"
+    add("--seed", type=zero_or_more(int), default=0, help=seed_help)
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     add(
         "--export-dtype",
         choices=tuple(DTYPES),
         default="fp32",
-        help="of the weights in final_model",
+        help="of the weights in final_model, default: %(default)s",
     )
-    add("--log-freq", type=positive(int), default=10, help="steps between log lines")
-    add("--ckpt-freq", type=positive(int), default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=positive(int), default=2, help="number of the newest to keep")
-    add("--comet-project-name", default="train-llm")
+    log_help = "steps between log lines, default: %(default)s"
+    add("--log-freq", type=positive(int), default=10, help=log_help)
+    checkpoint_help = "steps between checkpoints, default: %(default)s"
+    add("--ckpt-freq", type=positive(int), default=500, help=checkpoint_help)
+    keep_help = "how many of the newest to keep, default: %(default)s"
+    add("--keep-checkpoints", type=positive(int), default=2, help=keep_help)
+    add("--comet-project-name", default="train-llm", help="default: %(default)s")
     add("--comet-workspace", help="default: the one of your account")
     add("--comet-offline", help="archives to upload later; needs no account", **switch)
 
     add = parser.add_argument_group("model and data").add_argument
-    add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
-    scratch_help = "take the architecture only, not the weights"
-    add("--from-scratch", default=False, help=scratch_help, **switch)
-    add("--attn", default="auto", help="a name that transformers knows; auto: PyTorch's attention")
-    add("--activation-checkpointing", help="less memory for up to a third more compute", **switch)
+    model_help = "tiny, a hub id, or a folder, default: %(default)s"
+    add("-m", "--model-name", default="tiny", help=model_help)
+    add("--from-scratch", help="take the architecture only, not the weights", **switch)
+    attn_help = "a name that transformers knows, default: %(default)s, PyTorch's own"
+    add("--attn", default="auto", help=attn_help)
+    add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
     add("--compile", help="torch.compile blocks and loss; default: on a GPU", **switch)
-    add("-d", "--dataset-name", default="python-docs", help="or dummy, a hub id, a file, a folder")
+    data_help = "dummy, a hub id, a file, or a folder, default: %(default)s"
+    add("-d", "--dataset-name", default="python-docs", help=data_help)
     add("--dataset-subset", help="the configuration of a data set on the hub")
-    add("-s", "--seq-length", type=positive(int), help="default: 1024, or the model's limit")
-    add("-b", "--batch-size", type=positive(int), default=8, help="sequences per micro-batch")
-    add("--global-batch-size", type=positive(int), default=32, help="sequences per optimizer step")
-    add("--eval-freq", type=zero_or_more(int), default=0, help="in steps; 0: at the end only")
-    add("--eval-sequences", type=positive(int), default=256, help="how many to evaluate at most")
+    add("--text-column", help="train on this column, default: found by the names of the columns")
+    prompt_help = "of instruction data, train on the prompts too, default: on the answers only"
+    add("--train-on-prompt", help=prompt_help, **switch)
+    length_help = "tokens of a sequence, default: 1024, or the model's limit"
+    add("-s", "--seq-length", type=positive(int), help=length_help)
+    batch_help = "sequences of a micro-batch, default: %(default)s"
+    add("-b", "--batch-size", type=positive(int), default=8, help=batch_help)
+    global_help = "sequences of an optimizer step, default: %(default)s"
+    add("--global-batch-size", type=positive(int), default=32, help=global_help)
+    eval_help = "steps between evaluations, default: %(default)s, only at the end"
+    add("--eval-freq", type=zero_or_more(int), default=0, help=eval_help)
+    sequences_help = "how many to evaluate at most, default: %(default)s"
+    add("--eval-sequences", type=positive(int), default=256, help=sequences_help)
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num-epochs", type=positive(int), default=3)
-    add("--max-steps", type=positive(int), help="end the run here, if not earlier")
-    add("--lr", type=positive(float), help="default: 1e-3 from scratch, 2e-5 with loaded weights")
+    epochs_help = "passes over the training data, default: %(default)s"
+    add("--num-epochs", type=positive(int), default=3, help=epochs_help)
+    add("--max-steps", type=positive(int), help="end the run here, default: after --num-epochs")
+    lr_help = "learning rate, default: 1e-3 from scratch, 2e-5 with loaded weights"
+    add("--lr", type=positive(float), help=lr_help)
     schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
-    add("--lr-scheduler", choices=schedulers.split(), default="cosine")
+    scheduler_help = "default: %(default)s"
+    add("--lr-scheduler", choices=schedulers.split(), default="cosine", help=scheduler_help)
     add("--warmup-steps", type=zero_or_more(int), help="default: a tenth of the run, at most 100")
-    add("--weight-decay", type=zero_or_more(float), default=0.01, help="of matrices only")
-    add("--max-grad-norm", type=positive(float), default=1.0)
+    decay_help = "of matrices only, default: %(default)s"
+    add("--weight-decay", type=zero_or_more(float), default=0.01, help=decay_help)
+    add("--max-grad-norm", type=positive(float), default=1.0, help="default: %(default)s")
 
     # A run that is resumed keeps its flags, unless the command line sets them. So the flags are
     # parsed twice: first to find the run, then with its flags as the defaults.
@@ -617,7 +848,48 @@ def parse_args():
     check_hardware(args)
     if stored:
         check_same_experiment(args, stored)
+        for name in sorted(kept):
+            if getattr(args, name) != flags[name]:
+                say(f"--{name.replace('_', '-')} {flags[name]} → {getattr(args, name)}")
     return args
+
+
+# What some flags are called in other training programs.
+OTHER_NAMES = {
+    "--learning-rate": "--lr",
+    "--epochs": "--num-epochs",
+    "--num-train-epochs": "--num-epochs",
+    "--steps": "--max-steps",
+    "--per-device-train-batch-size": "--batch-size",
+    "--gradient-accumulation-steps": "--global-batch-size",
+    "--gradient-checkpointing": "--activation-checkpointing",
+    "--bf16": "--dtype bf16",
+    "--fp16": "--dtype fp16",
+    "--max-length": "--seq-length",
+    "--block-size": "--seq-length",
+    "--model-name-or-path": "--model-name",
+    "--dataset-text-field": "--text-column",
+    "--output-dir": "--save-dir",
+    "--run-name": "--experiment-name",
+    "--logging-steps": "--log-freq",
+    "--eval-steps": "--eval-freq",
+    "--save-steps": "--ckpt-freq",
+    "--resume": "--experiment-name",
+}
+
+
+def report_mistake(parser, message):
+    """Ends the run after a mistake in the flags: one line, as for all other errors."""
+    flags = re.findall(r"--[a-z-]+", parser.format_help())
+    hints = []
+    if message.startswith("unrecognized"):
+        for wrong in re.findall(r"--[\w-]+", message):
+            wrong = wrong.replace("_", "-")
+            similar = difflib.get_close_matches(wrong, flags, n=1)
+            if wrong in OTHER_NAMES:
+                similar = [OTHER_NAMES[wrong]]
+            hints += [f"{name} may be meant, " for name in similar]
+    fail(f"{message}; {''.join(hints)}--help lists all flags")
 
 
 def positive(convert):
@@ -644,7 +916,8 @@ def in_range(convert, is_allowed, description):
 def check_launcher():
     """Ends the run if it was started in a way that this rung does not support."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("this rung is one process: start 02-ddp, or torchrun with --nproc-per-node 1")
+        command = shlex.join(["python", *sys.argv])
+        fail(f"this rung is one process: {command}; 02-ddp is for several")
 
 
 def check_hardware(args):
@@ -678,14 +951,22 @@ def newest_values(run_dir):
 
 def experiment(args):
     """The flags that must be the same when the run is resumed."""
-    return {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
+    values = {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
+    if args.dataset_name == "python-docs":
+        # Versions of Python have different texts.
+        text = "".join(topics.values()).encode()
+        values["dataset_name"] += f" ({len(text)} bytes, CRC-32 {zlib.crc32(text):08x})"
+    return values
 
 
 def check_same_experiment(args, stored):
     """Ends the run if the checkpoint in its folder belongs to another experiment."""
     here = experiment(args)
-    # Checkpoints of version 0.1 have the flags only.
+    # Checkpoints of version 0.1 have the flags only, and not all of them.
     there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
+    there = {"train_on_prompt": False, **there}
+    if there["dataset_name"] == args.dataset_name:
+        there["dataset_name"] = here["dataset_name"]
     for name in {**here, **there}:
         if here.get(name) != there.get(name):
             flag = f"--{name.replace('_', '-')} {here.get(name)}"
@@ -705,5 +986,21 @@ def open_run_dir(args):
     return run_dir
 
 
+def end_interrupted(args):
+    """Ends the run after Ctrl-C, and says what is left of it."""
+    run_dir = run_dir_of(args)
+    if run_dir is None:
+        left = "nothing was kept: with -e NAME a run is saved, and can be resumed"
+    else:
+        step = newest_values(run_dir).get("step", 0)
+        left = f"the same command goes on from step {step}"
+    say_last(f"stopped by Ctrl-C, {left}")
+    sys.exit(130)  # 128 + the number of SIGINT, as shells have it
+
+
 if __name__ == "__main__":
-    main(parse_args())
+    args = parse_args()
+    try:
+        main(args)
+    except KeyboardInterrupt:
+        end_interrupted(args)

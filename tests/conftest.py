@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import forked
 import psutil
@@ -55,6 +56,17 @@ def load(rung):
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+def data_args(name, seq_length, text_column=None, train_on_prompt=False):
+    """What `load_data` of a rung needs of the flags."""
+    return SimpleNamespace(
+        dataset_name=str(name),
+        dataset_subset=None,
+        seq_length=seq_length,
+        text_column=text_column,
+        train_on_prompt=train_on_prompt,
+    )
 
 
 def environment(**more):
@@ -149,12 +161,16 @@ def default_sequences(seq_length):
 def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4):
     """Law 1: loss and gradient norm agree at every step."""
     for step in steps:
-        assert other[step]["loss"] == pytest.approx(one[step]["loss"], rel=rel_loss, abs=0), step
-        assert other[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=rel_norm), step
+        assert other[step]["train/loss"] == pytest.approx(
+            one[step]["train/loss"], rel=rel_loss, abs=0
+        ), step
+        assert other[step]["train/grad_norm"] == pytest.approx(
+            one[step]["train/grad_norm"], rel=rel_norm
+        ), step
 
 
 def same_bits(one, other, steps):
-    return all(one[s]["loss"] == other[s]["loss"] for s in steps)
+    return all(one[s]["train/loss"] == other[s]["train/loss"] for s in steps)
 
 
 def mutant(folder, rung, *edits):

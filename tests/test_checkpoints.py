@@ -296,7 +296,7 @@ def test_the_total_may_be_raised(copy, flags, total):
         assert f"scheduled over {total} steps, before 12" in result.out
     lines = metrics(copy / "a")
     assert 14 in lines
-    assert lines[13]["learning_rate"] > lines[12]["learning_rate"]
+    assert lines[13]["train/learning_rate"] > lines[12]["train/learning_rate"]
 
 
 def test_flags_on_the_command_line_win_over_the_stored(copy):
@@ -311,7 +311,7 @@ def test_flags_on_the_command_line_win_over_the_stored(copy):
         "0",
     )
     run("01-single-gpu", 1, *named(copy), *flags)
-    assert metrics(copy / "a")[14]["learning_rate"] == 5e-4
+    assert metrics(copy / "a")[14]["train/learning_rate"] == 5e-4
     state = json.loads((copy / "a" / "step-00000014" / "state.json").read_text())
     assert state["flags"]["global_batch_size"] == 8
     assert state["flags"]["weight_decay"] == 0

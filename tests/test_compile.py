@@ -37,7 +37,7 @@ def count_graph(graph, inputs):
 
 """
 BEGIN = "@record  # torchrun"
-LAST_LINE = '    say(f"{tokenizer.decode(tokens[:32])} [the model goes on]'
+LAST_LINE = "    log.sample(tokenizer"
 
 
 def counting(folder, rung, *edits):

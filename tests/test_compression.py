@@ -307,7 +307,7 @@ def test_it_works_with_what_the_other_rungs_have(tmp_path, more):
     flags = (*flags, "--compression", "randk")
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     assert "equal after step 6" in run(RUNG, 4, *flags, *named, path=checked(tmp_path)).out
-    assert metrics(tmp_path / "a")[6]["loss"] < metrics(tmp_path / "a")[1]["loss"]
+    assert metrics(tmp_path / "a")[6]["train/loss"] < metrics(tmp_path / "a")[1]["train/loss"]
 
 
 @pytest.mark.law3
@@ -321,4 +321,4 @@ def test_a_compressed_run_goes_on_with_other_replicas(tmp_path):
     assert "resumed from" in out
     lines = metrics(tmp_path / "a")
     assert list(lines) == list(range(1, 26))
-    assert lines[21]["loss"] == pytest.approx(lines[20]["loss"], rel=0.1)
+    assert lines[21]["train/loss"] == pytest.approx(lines[20]["train/loss"], rel=0.1)

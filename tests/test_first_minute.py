@@ -46,7 +46,7 @@ def test_rung_01_without_an_argument(flags, last, lines_at_least, tmp_path):
     assert len(losses) >= lines_at_least
     assert "eval/loss" in lines[-1]
     assert "eval/perplexity" in lines[-1]
-    text = result.out.split("[the model goes on]")[1]
+    text = result.out.split("what the model writes after it:")[1]
     assert len(text.split()) > 5
     foreign = [line for line in result.err.splitlines() if line.strip()]
     assert len(foreign) <= 5, foreign

@@ -11,7 +11,7 @@ from conftest import SMALL, end, environment, finish, fork, metrics, script, sta
 
 WAYS = {"started": start, "forked": fork}
 # What two runs of the same script measure anew, and what torchrun names anew for each job.
-MEASURED = ("time/", "tokens_per_second", "memory/", "checkpoint/")
+MEASURED = ("time/", "throughput/", "memory/", "checkpoint/")
 NAMED_ANEW = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 # For NCCL, for files of errors and for metrics of torchrun, none of which a forked run has.
 OF_TORCHRUN = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCHELASTIC_ERROR_FILE", "PET_")
@@ -43,7 +43,7 @@ def test_forked_and_started_runs_write_the_same_metrics(rung, processes, tmp_pat
         other = lines["forked"][step]
         assert list(other) == list(started)
         same = [name for name in started if not name.startswith(MEASURED)]
-        assert {"loss", "grad_norm", "learning_rate"} <= set(same)
+        assert {"train/loss", "train/grad_norm", "train/learning_rate"} <= set(same)
         assert {name: other[name] for name in same} == {name: started[name] for name in same}
 
 

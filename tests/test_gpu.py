@@ -33,7 +33,7 @@ def test_a_gpu_gives_the_curve_of_a_cpu(curve):
 def test_mixed_precision(rung, processes, dtype, curve):
     fp32 = curve(rung, processes, *FEW, "--dtype", "fp32")
     mixed = curve(rung, processes, *FEW, "--dtype", dtype)
-    assert mixed[20]["loss"] < mixed[1]["loss"]
+    assert mixed[20]["train/loss"] < mixed[1]["train/loss"]
     assert_same_curve(fp32, mixed, range(1, 5), rel_loss=1e-2, rel_norm=1e-1)
 
 
@@ -89,7 +89,9 @@ def test_cpu_offload_of_weights_that_are_read(tmp_path, curve):
 def test_mfu_is_logged_where_the_peak_is_known(curve):
     lines = curve("01-single-gpu", 1, *FEW)
     known = load("01-single-gpu").PEAK_FLOPS
-    assert ("mfu" in lines[20]) == any(name in torch.cuda.get_device_name() for name in known)
+    assert ("throughput/mfu" in lines[20]) == any(
+        name in torch.cuda.get_device_name() for name in known
+    )
 
 
 def test_the_device_is_waited_for_at_log_steps_only(tmp_path):

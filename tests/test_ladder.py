@@ -11,7 +11,7 @@ from ladder import PARENTS, ROOT, RUNGS, script
 PAIRS = [(parent, rung) for rung, parent in PARENTS.items()]
 # Functions and classes that a rung adds: the idea itself.
 NEW = {
-    "02-ddp": ["share_of_rank", "shut_down"],
+    "02-ddp": ["share_of_rank", "check_same_on_all_ranks", "shut_down"],
     "03-fsdp": ["find_weights", "read_shards", "fill_from_rank_0", "fill_buffers"],
     "04-compression": [
         "GradientCompressor",
@@ -41,6 +41,7 @@ CHANGED = {
         "evaluate": "the sums of all ranks make the loss",
         "check_launcher": "it is started by torchrun",
         "check_hardware": "each process needs a GPU",
+        "end_interrupted": "one process says it for all",
     },
     "03-fsdp": {
         "main": "meta device, sharding, mixed precision of FSDP, when to gather",

@@ -17,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.flop_counter import FlopCounterMode
 
 NAMED = (*SMALL, "--log-freq", "2", "--max-steps", "6", "--ckpt-freq", "3", "--eval-freq", "3")
-ALWAYS = {"step", "loss", "grad_norm", "learning_rate", "epoch", "tokens_seen", "tokens_per_second"}
+TRAIN = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_seen")
+ALWAYS = {"step", "throughput/tokens_per_second"} | {f"train/{name}" for name in TRAIN}
 PHASES = ("data", "forward", "backward", "update")
 ALWAYS |= {f"time/{phase}_ms" for phase in (*PHASES, "total")}
 MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
@@ -55,15 +56,15 @@ def test_one_flat_line_per_logged_step(offline):
 @pytest.mark.law6
 def test_the_numbers_agree_with_each_other(offline):
     line = metrics(offline)[6]
-    assert line["tokens_seen"] == 6 * 8 * 64
+    assert line["train/tokens_seen"] == 6 * 8 * 64
     total = line["time/total_ms"]
-    assert line["tokens_per_second"] == pytest.approx(8 * 64 / (total / 1000))
+    assert line["throughput/tokens_per_second"] == pytest.approx(8 * 64 / (total / 1000))
     parts = [line[f"time/{phase}_ms"] for phase in (*PHASES, "log")]
     assert min(parts) > 0
     assert sum(parts) == pytest.approx(total)
     assert line["eval/perplexity"] == pytest.approx(torch.tensor(line["eval/loss"]).exp().item())
     assert line["memory/peak_allocated_gb"] >= line["memory/current_allocated_gb"] > 0.1
-    assert line["epoch"] == pytest.approx(6 / (default_sequences(64) // 8))
+    assert line["train/epoch"] == pytest.approx(6 / (default_sequences(64) // 8))
 
 
 @pytest.mark.law6
@@ -118,7 +119,7 @@ def test_a_run_that_diverges_ends_and_says_so(tmp_path):
     """No number is null in metrics.jsonl. The sample is noise, and not a traceback."""
     flags = (*SMALL, "--max-steps", "4", "--log-freq", "1", "--lr", "1e9", "--warmup-steps", "0")
     run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *flags)
-    assert metrics(tmp_path / "a")[4]["loss"] is None
+    assert metrics(tmp_path / "a")[4]["train/loss"] is None
 
 
 def archives(folder):
@@ -165,8 +166,8 @@ def test_tensorboard_holds_the_same_names(offline):
     board = EventAccumulator(str(offline / "tensorboard")).Reload()
     lines = metrics(offline)
     assert set(board.Tags()["scalars"]) == {name for line in lines.values() for name in line}
-    losses = {event.step: event.value for event in board.Scalars("loss")}
-    expected = {step: line["loss"] for step, line in lines.items() if "loss" in line}
+    losses = {event.step: event.value for event in board.Scalars("train/loss")}
+    expected = {step: line["train/loss"] for step, line in lines.items() if "train/loss" in line}
     assert losses == pytest.approx(expected)
 
 
@@ -188,14 +189,14 @@ def test_a_resumed_run_continues_its_experiment(tmp_path):
     for path in (tmp_path / "a" / "comet").glob("*.zip"):
         if path not in whole:
             path.unlink()  # what was open is an empty zip
-    kept = {step for step, name in comet_metrics(tmp_path / "a") if name == "loss"}
+    kept = {step for step, name in comet_metrics(tmp_path / "a") if name == "train/loss"}
     assert kept == {1, 2}  # all up to the first checkpoint, where the first archive is closed
     saved = int(max(tmp_path.glob("a/step-????????")).name[5:])
     run("01-single-gpu", 1, *flags, "--max-steps", saved + 2)
     keys = {experiment["offline_id"] for experiment, _ in archives(tmp_path / "a")}
     assert len(keys) == 1
     assert all(e["resume_strategy"] == "get_or_create" for e, _ in archives(tmp_path / "a"))
-    steps = {step for step, name in comet_metrics(tmp_path / "a") if name == "loss"}
+    steps = {step for step, name in comet_metrics(tmp_path / "a") if name == "train/loss"}
     assert {saved + 1, saved + 2} <= steps
 
 

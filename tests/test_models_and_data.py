@@ -14,7 +14,7 @@ import pandas
 import pytest
 import torch
 import transformers
-from conftest import SMALL, assert_same_curve, load, metrics, mutant, run
+from conftest import SMALL, assert_same_curve, data_args, load, metrics, mutant, run
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -58,7 +58,7 @@ def pretrained(tmp_path_factory):
 
 
 def first_loss(curve, rung, processes, *flags):
-    return curve(rung, processes, *FEW, *flags)[1]["loss"]
+    return curve(rung, processes, *FEW, *flags)[1]["train/loss"]
 
 
 def loss_of_first_batch(model, tokenizer):
@@ -96,14 +96,14 @@ def test_architectures_on_01_and_03(name, pretrained, curve):
     for flags in (("-m", pretrained(name)), ("-m", pretrained(name), "--from-scratch")):
         one = curve("01-single-gpu", 1, *FEW, *flags)
         assert_same_curve(one, curve("03-fsdp", 2, *FEW, *flags), range(1, 5))
-    assert one[1]["loss"] == pytest.approx(math.log(384), rel=0.05)
+    assert one[1]["train/loss"] == pytest.approx(math.log(384), rel=0.05)
 
 
 def test_lr_defaults_to_less_with_loaded_weights(pretrained, curve):
     loaded = curve("01-single-gpu", 1, *FEW, "-m", pretrained("llama"))
     scratch = curve("01-single-gpu", 1, *FEW, "-m", pretrained("llama"), "--from-scratch")
-    assert loaded[1]["learning_rate"] == 2e-5
-    assert scratch[1]["learning_rate"] == 1e-3
+    assert loaded[1]["train/learning_rate"] == 2e-5
+    assert scratch[1]["train/learning_rate"] == 1e-3
 
 
 def test_dropout_is_set_to_zero_and_said(tmp_path):
@@ -270,7 +270,7 @@ def packed(texts, length):
 
 
 def read(rung_01, name):
-    return rung_01.load_data(str(name), None, rung_01.load_config("tiny", False)[1], 64)
+    return rung_01.load_data(data_args(name, 64), rung_01.load_config("tiny", False)[1])
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "texts", "d.txt"])
@@ -318,7 +318,7 @@ def rung_01(tmp_path_factory):
 @pytest.mark.parametrize("name", ["d.jsonl", pytest.param("texts", marks=pytest.mark.slow)])
 def test_formats_train(name, data_files, curve):
     losses = curve("01-single-gpu", 1, *FEW, "-d", data_files / name)
-    assert losses[4]["loss"] < losses[1]["loss"]
+    assert losses[4]["train/loss"] < losses[1]["train/loss"]
 
 
 @pytest.mark.slow
@@ -344,7 +344,7 @@ def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
     for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
         shutil.rmtree(tmp_path / "a", ignore_errors=True)
         run(rung, processes, *flags, *named)
-        assert metrics(tmp_path / "a")[1]["learning_rate"] == 2e-5
+        assert metrics(tmp_path / "a")[1]["train/learning_rate"] == 2e-5
 
 
 @pytest.mark.law1
@@ -368,7 +368,7 @@ def test_bf16_computes_in_bf16(curve):
     """Not the same numbers as fp32: else the flag did nothing."""
     for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
         bf16 = curve(rung, processes, *FEW, "--dtype", "bf16")
-        assert bf16[4]["loss"] != curve(rung, processes, *FEW)[4]["loss"]
+        assert bf16[4]["train/loss"] != curve(rung, processes, *FEW)[4]["train/loss"]
 
 
 PROBES = {
@@ -410,7 +410,7 @@ def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
     scales = [float(line.split()[1]) for line in out.splitlines() if line.startswith("scale ")]
     assert scales[0] in (65536.0, 32768.0)
     lines = metrics(tmp_path / "a")
-    assert lines[8]["loss"] < lines[1]["loss"]
+    assert lines[8]["train/loss"] < lines[1]["train/loss"]
     state = json.loads((tmp_path / "a" / "step-00000008" / "state.json").read_text())
     assert state["scaler"]["scale"] == scales[-1]
 
@@ -435,4 +435,4 @@ def test_a_config_alone_trains_from_scratch(tmp_path):
     named = ("-e", "a", "--save-dir", tmp_path)
     run("03-fsdp", 2, *FEW, "-m", tmp_path / "config", *named)
     assert AutoConfig.from_pretrained(tmp_path / "a" / "final_model").model_type == "qwen2"
-    assert metrics(tmp_path / "a")[1]["loss"] == pytest.approx(math.log(384), rel=0.05)
+    assert metrics(tmp_path / "a")[1]["train/loss"] == pytest.approx(math.log(384), rel=0.05)

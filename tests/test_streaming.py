@@ -199,7 +199,7 @@ def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
     one, many = metrics(tmp_path / "one" / "a"), metrics(tmp_path / "many" / "a")
     assert_same_curve(one, many, range(1, 25))
     assert one[24]["eval/loss"] == pytest.approx(many[24]["eval/loss"], rel=1e-5)
-    assert one[24]["epoch"] == many[24]["epoch"] > 0
+    assert one[24]["train/epoch"] == many[24]["train/epoch"] > 0
     # The other rungs read other sequences. They refuse its checkpoint, and it refuses theirs.
     same = ("-e", "a", "--save-dir", tmp_path / "many", *SMALL, *data, "--max-steps", "30")
     for rung in ("01-single-gpu", "05-multinode"):

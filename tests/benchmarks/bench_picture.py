@@ -63,7 +63,7 @@ def picture():
         common += ["--eval-sequences", 1, "--ckpt-freq", 10**9, "--device", "cpu"]
         for name, (rung, flags) in RUNS.items():
             results[name] = measure(names, rung, [*common, *flags])
-            print(name, results[name][0][STEPS]["loss"], flush=True)
+            print(name, results[name][0][STEPS]["train/loss"], flush=True)
     columns = {"tokens/s": [], "state of a rank, MB": [], "sent per step, MB": []}
     rows = []
     for name, (lines, sent) in results.items():
@@ -72,7 +72,7 @@ def picture():
         numbers = [rate, 1000 * lines[STEPS]["memory/state_gb"], sent]
         for column, number in zip(columns.values(), numbers, strict=True):
             column.append(number)
-        losses = [f"{lines[step]['loss']:.4f}" for step in (1, 20, STEPS)]
+        losses = [f"{lines[step]['train/loss']:.4f}" for step in (1, 20, STEPS)]
         rows.append([name, *losses, *(f"{number:,.0f}" for number in numbers)])
     head = ["rung", *(f"loss at step {step}" for step in (1, 20, STEPS)), *columns]
     report("picture", head, rows)
@@ -89,7 +89,7 @@ def draw(results, columns):
     figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.6), width_ratios=[1.6, 1, 1, 1])
     colors = [f"C{i}" for i in range(len(results))]
     for i, (name, (lines, _)) in enumerate(results.items()):
-        losses = [line["loss"] for line in lines.values()]
+        losses = [line["train/loss"] for line in lines.values()]
         # Curves that lie on each other: the first drawn is the widest.
         axes[0].plot(list(lines), losses, label=name, color=colors[i], linewidth=8 - i)
     axes[0].set(xlabel="step", ylabel="loss, nats per byte", title="loss")

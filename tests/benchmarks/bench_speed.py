@@ -81,7 +81,7 @@ def result_of(how, run_dir):
     ms = statistics.mean(x["time/total_ms"] for x in lines if x["step"] > how["warm"])
     rate = 1000 * how["global_batch_size"] * how["seq_length"] / ms
     last = list(lines)[-1]
-    return {"tokens_per_second": rate, "losses": {x["step"]: x["loss"] for x in lines}} | last
+    return {"tokens_per_second": rate, "losses": {x["step"]: x["train/loss"] for x in lines}} | last
 
 
 def run_rung(how, rung, processes, *more, patch=None):
@@ -178,8 +178,8 @@ def single():
             row = [name, contender, rate(results, contender)]
             rows.append([*row, *ratios(results, "rung 01", contender)])
         for x in results["rung 01"] + results.get("rung 01 --compile", []):
-            if "mfu" in x:
-                print(f"mfu {x['mfu']:.3f}, peak {x['memory/peak_allocated_gb']:.1f} GB")
+            if "throughput/mfu" in x:
+                print(f"mfu {x['throughput/mfu']:.3f}, peak {x['memory/peak_allocated_gb']:.1f} GB")
     head = ["model", "", "tokens/s", "rung 01 against it, median", "range"]
     report("single-cuda" if GPU else "single", head, rows)
 
@@ -715,7 +715,7 @@ def levers():
                 rates.append(other["tokens_per_second"] / plain["tokens_per_second"])
                 peak = "memory/peak_allocated_gb"
                 peaks.append(other[peak] - plain[peak])
-                losses.append(abs(other["loss"] / plain["loss"] - 1))
+                losses.append(abs(other["train/loss"] / plain["train/loss"] - 1))
         row = [what, f"{name}, rung {rung[:2]}", f"{statistics.mean(rates):.2f}"]
         row += [f"{statistics.mean(peaks):+.2f}", f"{max(losses):.0e}"]
         rows.append(row)

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from conftest import FAULTS, ROOT, end, load
+from conftest import FAULTS, ROOT, data_args, end, load
 from datasets.distributed import split_dataset_by_node
 from nodes import free_port
 from torch.distributed import fsdp
@@ -48,7 +48,7 @@ def tiny():
     """Rung 01 as a module, the config of its tiny model, and its data in sequences of 64 bytes."""
     rung = load("01-single-gpu")
     config, tokenizer, _ = rung.load_config("tiny", False)
-    train, held_out = rung.load_data("python-docs", None, tokenizer, 64)
+    train, held_out = rung.load_data(data_args("python-docs", 64), tokenizer)
     return rung, config, train, held_out.select(range(64))
 
 

@@ -177,4 +177,4 @@ def assert_the_curve(folder, curve):
     assert_same_curve(whole, seen, [step for step in steps if step <= 200], rel_norm=1e-3)
     # Rounding differences grow with the steps. Another batch is far beyond them.
     for step in steps:
-        assert seen[step]["loss"] == pytest.approx(whole[step]["loss"], rel=3e-2), step
+        assert seen[step]["train/loss"] == pytest.approx(whole[step]["train/loss"], rel=3e-2), step

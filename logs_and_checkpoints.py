@@ -64,10 +64,11 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Features of Comet that are turned off: the script logs its own metrics and flags. System metrics
-# (GPU, CPU, network) and the environment stay on.
+# Features of Comet that are turned off: the script logs its own metrics and flags. Those that are
+# on describe the machine, and its load while the run goes on.
 COMET_OFF = "log_code log_graph log_git_metadata log_git_patch parse_args"
 COMET_OFF += " auto_param_logging auto_metric_logging auto_output_logging"
+COMET_ON = "log_env_details log_env_host log_env_gpu log_env_cpu log_env_network"
 # torch.distributed.checkpoint (DCP) warns if there is one process and no process group.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
@@ -202,6 +203,7 @@ class RunLog:
                 offline_directory=str(self.run_dir / "comet"),
                 display_summary_level=0,
                 **dict.fromkeys(COMET_OFF.split(), False),
+                **dict.fromkeys(COMET_ON.split(), True),
             )
             self.comet = comet_ml.start(
                 project_name=self.flags["comet_project_name"],
@@ -215,6 +217,9 @@ class RunLog:
             self.comet.log_parameters({**self.flags, **ours})
             self.comet.log_other("command", shlex.join(sys.argv))
             self.comet.add_tags([STAGE, self.flags["model_name"], self.flags["dataset_name"]])
+            if not self.comet_offline:
+                (self.run_dir / "comet").mkdir(exist_ok=True)
+                (self.run_dir / "comet" / "address.txt").write_text(f"{self.comet.url}\n")
         except Exception as error:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 

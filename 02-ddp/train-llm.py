@@ -57,6 +57,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from transformers.utils.chat_template_utils import render_jinja_template
 
 transformers.logging.set_verbosity_error()  # hides warnings
 # In each forward pass transformers checks whether a row holds several sequences, and Python waits
@@ -641,11 +642,17 @@ def tokenize_conversation(messages, tokenizer):
     """Yields the token ids of a conversation, and for each token whether it is part of an answer.
 
     The answers are the messages of the assistant."""
-    if re.search(r"\{%-?\s*generation\b", tokenizer.get_chat_template()):
+    template = tokenizer.get_chat_template()
+    if re.search(r"\{%-?\s*generation\b", template):
         # The template marks what the assistant has to write.
-        tokens = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True)
-        if any(tokens["assistant_masks"]):
-            yield tokens["input_ids"], tokens["assistant_masks"]
+        [text], [answers] = render_jinja_template(
+            [messages],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+        if answers:
+            yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
         return
 
     # Otherwise an answer is what the template adds when the answer is added to the messages. Some
@@ -1104,8 +1111,8 @@ def shut_down():
 
 
 if __name__ == "__main__":
-    args = parse_args()
     try:
+        args = parse_args()
         main(args)
     except KeyboardInterrupt:
         end_interrupted(args)

@@ -241,7 +241,7 @@ def test_tied_weights_are_exported_once(pretrained):
 def data_files(tmp_path_factory, documents):
     """The same documents in each format."""
     folder = tmp_path_factory.mktemp("data")
-    rows = [{"instruction": "x", "text": text, "output": "y"} for text in documents]
+    rows = [{"title": "x", "text": text} for text in documents]
     (folder / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pandas.DataFrame({"id": range(len(documents)), "content": documents}).to_parquet(
         folder / "d.parquet"
@@ -294,11 +294,11 @@ def test_a_text_file_in_a_folder_below_is_one_document(rung_01, tmp_path):
 def test_a_tokenizer_without_eos_joins_documents_bare(rung_01):
     tokenizer = rung_01.load_config("tiny", False)[1]
     tokenizer.eos_token = None
-    packer = rung_01.Packer("text", tokenizer, 2)
+    packer = rung_01.Packer(("text",), tokenizer, 2, False)
     for text in ("ab", "c"):
         cut = packer({"text": [text, None]})
     assert cut == {"input_ids": []}
-    assert tokenizer.decode(packer.leftover) == "c"
+    assert tokenizer.decode(packer.leftover["input_ids"]) == "c"
 
 
 def test_a_test_split_is_what_is_evaluated_on(data_files, rung_01):

@@ -69,6 +69,15 @@ def data_args(name, seq_length, text_column=None, train_on_prompt=False):
     )
 
 
+def open_streams(rung_06, documents, seq_length, count, batch_size, num_held_out):
+    """The streams of rung 06 over the column `text` of documents."""
+    args = data_args("", seq_length)
+    args.data_streams = count
+    args.global_batch_size = batch_size
+    args.data_held_out = num_held_out
+    return rung_06.Streams(documents, ("text",), rung_06.byte_tokenizer(), args)
+
+
 def environment(**more):
     """The environment of a run: one thread, no network, no account, a cache of the test's own."""
     dropped = ("COMET", "HF_", "TORCHELASTIC", "MASTER_")

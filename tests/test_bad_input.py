@@ -256,11 +256,13 @@ def test_one_line_of_all_ranks(rung, flags, said, inputs):
 
 @pytest.mark.parametrize("rung", RUNGS[1:])
 def test_rungs_that_need_torchrun_say_so(rung):
-    result = finish(fork(ROOT / rung / "train-llm.py", None))
+    """With a command that works where it is pasted: the path and the flags are the user's."""
+    path = ROOT / rung / "train-llm.py"
+    result = finish(fork(path, None, "-e", "my run"))
     assert result.returncode == 2
     assert result.errors == [
         "train-llm.py: error: this rung needs torchrun: "
-        "torchrun --standalone --nproc-per-node 2 train-llm.py"
+        f"torchrun --standalone --nproc-per-node 2 {path} -e 'my run'"
     ]
 
 
@@ -269,5 +271,5 @@ def test_rung_01_refuses_several_processes():
     assert result.returncode != 0
     assert result.errors == [
         "train-llm.py: error: this rung is one process: "
-        "start 02-ddp, or torchrun with --nproc-per-node 1"
+        f"python {ROOT}/01-single-gpu/train-llm.py; 02-ddp is for several"
     ]

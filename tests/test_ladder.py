@@ -199,7 +199,7 @@ def test_the_tree():
         pytest.skip("not a git checkout")
     top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     expected = {"README.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", ".gitignore"}
-    expected |= {"logs_and_checkpoints.py", "outputs", "tests", ".ci", ".github"}
+    expected |= {"logs_and_checkpoints.py", "compare.py", "outputs", "tests", ".ci", ".github"}
     assert top == expected | set(RUNGS)
 
 

@@ -37,7 +37,8 @@ def offline(request, tmp_path_factory):
     """The folder of a run with offline Comet."""
     folder = tmp_path_factory.mktemp("offline")
     result = run(*request.param, "-e", "a", "--save-dir", folder, *NAMED, "--comet-offline")
-    assert "Comet" not in result.out
+    assert "Comet is off" not in result.out
+    assert f"comet upload {folder}/a/comet/*.zip" in result.out
     return folder / "a"
 
 

@@ -146,11 +146,11 @@ def test_unlike_documents_do_not_pile_up(tmp_path):
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     code = f"""
 import datasets, torch.distributed as dist
-from conftest import load
+from conftest import load, open_streams
 rung = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{tmp_path}/data.jsonl", streaming=True)["train"]
-streams = rung.Streams(data, rung.load_config("tiny", False)[1], 256, 8, 8, 8)
+streams = open_streams(rung, data, 256, 8, 8, 8)
 streams.open(0, 0, None)
 for step in range(200):
     streams.draw()
@@ -256,7 +256,7 @@ BAD = {
     ),
     "no text": (
         ("--max-steps", "3", "-d", "numbers.jsonl"),
-        "no column holds text, there are ['number']",
+        "no column holds text, choose one of number with --text-column",
     ),
     "too little": (
         ("--max-steps", "3", "-d", "few.txt"),
@@ -297,11 +297,11 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
             file.writelines([line + "\n"] * count)
         code = f"""
 import re, datasets, torch.distributed as dist
-from conftest import load
+from conftest import load, open_streams
 rung = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/{name}", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{path}", streaming=True)["train"]
-streams = rung.Streams(data, rung.load_config("tiny", False)[1], 256, 8, 8, 8)
+streams = open_streams(rung, data, 256, 8, 8, 8)
 rung.tokenize = lambda texts, tokenizer: [[*range(256)] for text in texts]
 streams.open(0, 0, None)
 for _ in range(({count} - 8) // 8):

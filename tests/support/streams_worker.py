@@ -11,16 +11,15 @@ from pathlib import Path
 import datasets
 import torch
 import torch.distributed as dist
-from conftest import load
+from conftest import load, open_streams
 
 
 def draw(rung, scenario, rank, world_size, count, state):
     """Returns the sequences of each of `count` batches, and the state behind them."""
     rung.all_gather_object.__globals__["WORLD_SIZE"] = world_size
     documents = datasets.load_dataset("json", data_files=scenario["files"], streaming=True)["train"]
-    _, tokenizer, _ = rung.load_config("tiny", False)
     sizes = [scenario[name] for name in ("length", "streams", "batch", "held_out")]
-    streams = rung.Streams(documents, tokenizer, *sizes)
+    streams = open_streams(rung, documents, *sizes)
     streams.open(*state or (0, 0, None))
     drawn = []
     for _ in range(count):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from comet_server import CometServer
 from conftest import SMALL, default_sequences, end, fork, load, metrics, run, script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,6 +28,7 @@ EVALUATED = {"eval/loss", "eval/perplexity"}
 SAVED = {"checkpoint/save_ms", "checkpoint/stall_ms"}
 
 
+KEY = "thisIsNoKeyOfAnybodys1234"
 OTHERS = [
     pytest.param(run, marks=pytest.mark.slow) for run in (("01-single-gpu", 1), ("02-ddp", 2))
 ]
@@ -144,9 +146,10 @@ def comet_metrics(folder):
 
 def test_comet_holds_every_metric_and_parameter(offline):
     found = comet_metrics(offline)
+    assert not any(name == "step" for _, name in found)  # it is the axis
     for step, line in metrics(offline).items():
         for name, value in line.items():
-            assert found[step, name] == pytest.approx(value)
+            assert name == "step" or found[step, name] == pytest.approx(value)
     parameters = {}
     for experiment, messages in archives(offline):
         assert len(experiment["offline_id"]) == 32
@@ -164,9 +167,18 @@ def test_comet_holds_every_metric_and_parameter(offline):
 
 
 def test_tensorboard_holds_the_same_names(offline):
-    board = EventAccumulator(str(offline / "tensorboard")).Reload()
+    """In a folder that is called as the stage, which TensorBoard shows. Flags and sample as text."""
+    [folder] = (offline / "tensorboard").iterdir()
+    assert folder.name in ("01-single-gpu", "02-ddp", "03-fsdp")
+    board = EventAccumulator(str(folder)).Reload()
     lines = metrics(offline)
-    assert set(board.Tags()["scalars"]) == {name for line in lines.values() for name in line}
+    names = {name for line in lines.values() for name in line} - {"step"}
+    assert set(board.Tags()["scalars"]) == names
+    [flags] = board.Tensors("flags/text_summary")
+    assert b"--experiment-name a" in flags.tensor_proto.string_val[0]
+    [text] = board.Tensors("sample/text_summary")
+    assert b"what the model writes after it" in text.tensor_proto.string_val[0]
+    assert text.step == 6
     losses = {event.step: event.value for event in board.Scalars("train/loss")}
     expected = {step: line["train/loss"] for step, line in lines.items() if "train/loss" in line}
     assert losses == pytest.approx(expected)
@@ -201,6 +213,82 @@ def test_a_resumed_run_continues_its_experiment(tmp_path):
     assert {saved + 1, saved + 2} <= steps
 
 
+def online(server, *flags, **more):
+    more |= {"COMET_URL_OVERRIDE": server.url, "COMET_API_KEY": KEY}
+    return run("01-single-gpu", 1, *flags, **more)
+
+
+def test_a_run_online(tmp_path):
+    """A server on this machine gets tags, resolved parameters, metrics, the sample, the load of the
+    machine. A resumed run continues its experiment. The key stands nowhere."""
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--log-freq", "1")
+    with CometServer() as server:
+        first = online(server, *flags, "--max-steps", "3")
+        second = online(server, *flags, "--max-steps", "5", "--lr", "1e-4")
+        assert server.unknown == []
+        [experiment] = server.experiments.values()
+
+    assert experiment.starts == 2
+    assert experiment.ended
+    assert experiment.name == "a"
+    assert experiment.project == "train-llm"
+    assert {"01-single-gpu", "tiny", "python-docs"} <= set(experiment.tags)
+    expected = {"stage": "01-single-gpu", "device": "cpu", "dtype": "fp32", "attn": "sdpa"}
+    expected |= {"warmup_steps": "0", "max_steps": "5", "compile": "False", "lr": "0.0001"}
+    parameters = {name: str(value) for name, value in experiment.parameters.items()}
+    assert {name: parameters[name] for name in expected} == expected
+    assert "-e a" in experiment.others["command"]
+    for step, line in metrics(tmp_path / "a").items():
+        for name, value in line.items():
+            assert name == "step" or experiment.metrics[name, step] == pytest.approx(value)
+    assert "step" not in {name for name, _ in experiment.metrics}
+    assert len(experiment.texts) == 2
+    assert all("what the model writes after it" in text for text in experiment.texts)
+    assert any(name.startswith("sys.") for name in experiment.system)
+
+    address = (tmp_path / "a" / "comet" / "address.txt").read_text().strip()
+    assert address == experiment.url
+    for result in (first, second):
+        assert f"the run on Comet: {address}" in result.out
+        assert KEY not in result.out + result.err
+    for path in (tmp_path / "a").rglob("*"):
+        assert not path.is_file() or KEY.encode() not in path.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_away_stops_nothing(tmp_path):
+    """What could not be sent is kept as an archive."""
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "100000", "--ckpt-freq", "3")
+    flags += ("--log-freq", "1")
+    environment = {"COMET_API_KEY": KEY}
+    with CometServer() as server:
+        environment["COMET_URL_OVERRIDE"] = server.url
+        process = fork(script("01-single-gpu"), None, *flags, **environment)
+        deadline = time.monotonic() + 300
+        while not server.experiments and time.monotonic() < deadline:
+            assert process.poll() is None
+            time.sleep(0.05)
+    closed_at = max(tmp_path.glob("a/step-????????"), default=None)
+    while max(tmp_path.glob("a/step-????????"), default=None) == closed_at:
+        assert process.poll() is None
+        time.sleep(0.05)
+    end(process)
+
+
+def test_metrics_of_an_older_version_are_kept_by_a_resume(tmp_path):
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--log-freq", "1")
+    run("01-single-gpu", 1, *flags, "--max-steps", "2")
+    path = tmp_path / "a" / "metrics.jsonl"
+    old = path.read_text().replace('"train/', '"').replace('"throughput/', '"')
+    path.write_text(old)
+    run("01-single-gpu", 1, *flags, "--max-steps", "3")
+    lines = metrics(tmp_path / "a")
+    assert path.read_text().startswith(old)
+    assert list(lines) == [1, 2, 3]
+    assert "loss" in lines[2]
+    assert "train/loss" in lines[3]
+
+
 @pytest.mark.law5
 def test_without_a_key_there_is_one_hint_and_no_question(tmp_path):
     result = run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
@@ -225,13 +313,12 @@ def test_comets_own_variable_asks_for_offline(tmp_path):
 def test_an_unreachable_server_stops_nothing(tmp_path):
     flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "3")
     server = {"COMET_URL_OVERRIDE": "http://127.0.0.1:9/clientlib/"}
-    key = "thisIsNoKeyOfAnybodys1234"
-    result = run("01-single-gpu", 1, *flags, COMET_API_KEY=key, **server)
+    result = run("01-single-gpu", 1, *flags, COMET_API_KEY=KEY, **server)
     assert "Comet cannot be reached, training goes on without it" in result.out
     assert "Traceback" not in result.err
     assert 3 in metrics(tmp_path / "a")
     for path in (tmp_path / "a").rglob("*"):
-        assert not path.is_file() or key.encode() not in path.read_bytes()
+        assert not path.is_file() or KEY.encode() not in path.read_bytes()
 
 
 @pytest.mark.law6

@@ -31,7 +31,7 @@ from bench_common import (
     torchrun,
     write_model,
 )
-from conftest import ROOT, metrics
+from conftest import ROOT, metrics, mutant
 
 ROUNDS = 5
 THREADS = str(os.cpu_count())
@@ -699,6 +699,50 @@ LEVERS = [
     ("compiled loss, vocabulary 128,256", "wide", RUNG_01, 1, "compiled_loss", []),
     ("loss in 8 parts, vocabulary 128,256", "wide", RUNG_01, 1, "chunked=8", []),
 ]
+
+
+PASSIVE = """os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+"""
+
+
+def waiting():
+    """Threads that sleep while they wait, as in rung 01, against those of a rung without that line,
+    which keep their core busy. On a quiet machine, and beside programs that use all its cores."""
+    MODELS["tiny, 0.7 M, few steps"] = (TINY, 256, 8, 8, 9, 3)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        spinning = mutant(Path(folder, "spinning"), RUNG_01, (PASSIVE, ""))
+
+        def run(how, path):
+            with tempfile.TemporaryDirectory() as save_dir:
+                command = [sys.executable, str(path), *flags_of(how, "run", save_dir)]
+                threads = environment(OMP_NUM_THREADS=THREADS)
+                subprocess.run(command, env=threads, check=True, capture_output=True)
+                return result_of(how, Path(save_dir, "run"))
+
+        settings = [("tiny, 0.7 M", 0, 7), ("Llama, 25 M", 0, 5)]
+        settings += [("tiny, 0.7 M, few steps", os.cpu_count(), 3)]
+        for name, programs, rounds in settings:
+            how = setting(folder, name)
+            contenders = {
+                "sleep": partial(run, how, ROOT / RUNG_01 / "train-llm.py"),
+                "spin": partial(run, how, spinning),
+            }
+            loops = [
+                subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                for _ in range(programs)
+            ]
+            try:
+                results = in_turn(contenders, rounds)
+            finally:
+                for loop in loops:
+                    loop.kill()
+                    loop.wait()
+            machine = f"{programs} programs that use a core each" if programs else "nothing"
+            row = [name, machine, rate(results, "sleep"), rate(results, "spin")]
+            rows.append([*row, *ratios(results, "sleep", "spin")])
+    head = ["model", "what else runs", "tokens/s, threads sleep", "tokens/s, threads spin"]
+    report("waiting", [*head, "ratio, median", "range"], rows)
 
 
 def levers():

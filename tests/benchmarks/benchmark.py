@@ -81,6 +81,7 @@ COMMANDS = {
     "timers": bench_speed.timers,
     "checkpoint": bench_speed.checkpoint,
     "recovery": bench_speed.recovery,
+    "waiting": bench_speed.waiting,
     "levers": bench_speed.levers,
     "wire": bench_compression.wire,
     "link": bench_compression.link,

@@ -28,9 +28,10 @@ from pydoc_data.topics import topics  # the language reference that comes with P
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# PyTorch's threads on a CPU wait for their next work. By default they keep a core busy while they
-# wait, which makes a run many times slower if other programs need the cores. PASSIVE threads sleep.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported
+# On a CPU, a thread of PyTorch that waits for work keeps its core busy for some time, and then
+# sleeps. The default is so long that other programs slow the training down to a fraction. This is
+# a thirtieth of it. It must be set before torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print("importing torch, transformers and datasets: this takes some seconds", flush=True)
 
@@ -575,10 +576,10 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
                 trained_on = "prompts and answers" if train_on_prompt else "the answers"
                 say(f"training on {trained_on} in the columns {', '.join(columns)}")
                 if "text" in texts:
-                    say("not on the column text, which has both in one: --text-column text does so")
+                    say("column 'text' has prompts and answers in one (use it: --text-column text)")
                 is_conversation = columns[0] != "prompt" or "prompt" not in texts
                 if is_conversation and tokenizer.chat_template is None:
-                    say("the tokenizer has no chat template: '### Instruction:', '### Response:'")
+                    say("no chat template: '### Instruction:' and '### Response:' are the headings")
                     tokenizer.chat_template = CHAT_TEMPLATE
                 return columns
         if "text" in texts:
@@ -638,10 +639,11 @@ class Packer:
 
 
 def tokenize(rows, columns, tokenizer, train_on_prompt):
-    """Token ids of documents, with the end-of-text token after each. `rows` is a dict of columns.
+    """Token ids of documents. `rows` is a dict that has a list of values for each column.
 
-    Returns {"input_ids": lists of int}. For instruction data there are also "labels", which are
-    -100 for tokens that are not part of an answer: these have no loss."""
+    Returns {"input_ids": lists of int}, with the end-of-text token after each text. For instruction
+    data there are also "labels": -100 for tokens that are not part of an answer, so that they have
+    no loss."""
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if columns not in INSTRUCTION_COLUMNS:
         documents = tokenizer([text or "" for text in rows[columns[0]]])["input_ids"]

@@ -167,7 +167,7 @@ def test_comet_holds_every_metric_and_parameter(offline):
 
 
 def test_tensorboard_holds_the_same_names(offline):
-    """In a folder that is called as the stage, which TensorBoard shows. Flags and sample as text."""
+    """In a folder called as the stage, which TensorBoard shows. Flags and sample are texts."""
     [folder] = (offline / "tensorboard").iterdir()
     assert folder.name in ("01-single-gpu", "02-ddp", "03-fsdp")
     board = EventAccumulator(str(folder)).Reload()

@@ -6,7 +6,7 @@ import pytest
 import scale
 import torch
 import transformers
-from conftest import load, metrics, run
+from conftest import ROOT, load, metrics, run
 
 pytestmark = pytest.mark.law6
 
@@ -103,3 +103,36 @@ def test_logits_of_a_compiled_loss():
 def test_the_models_have_their_known_sizes(name, billions):
     n, _ = scale.parameters(scale.config_of(name))
     assert n / 1e9 == pytest.approx(billions, abs=1e-4)
+
+
+def test_the_readmes_line_for_a_card_of_24_gb():
+    """Its table, by the formulas of chapter 01 and the sizes of Qwen3-0.6B as the hub has them."""
+    config = transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        n = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    assert round(n / 1e6) == 596
+    tokens = 8 * 1024  # the default micro-batch
+    width = config.num_attention_heads * config.head_dim
+    kv_width = config.num_key_value_heads * config.head_dim
+    block = 30 * width + 4 * kv_width + 8 * config.intermediate_size
+    block += 4 * config.num_attention_heads + 8
+    parts = [
+        16 * n,
+        2 * n,
+        4 * config.vocab_size * tokens,
+        config.num_hidden_layers * 4 * config.hidden_size * tokens,
+        block * tokens,
+    ]
+    gigabytes = [round(part / 1e9, 1) for part in parts]
+    row = "| " + " | ".join(map(str, [*gigabytes, round(sum(gigabytes), 1)])) + " |"
+    assert row in (ROOT / "README.md").read_text()
+    assert sum(parts) < 0.75 * 24e9

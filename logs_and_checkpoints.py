@@ -291,6 +291,10 @@ class RunLog:
         self.metrics_file.write(json.dumps({"step": step, **finite}) + "\n")
         for name, number in metrics.items():
             self.board.add_scalar(name, number, step)
+        if step == self.total_steps:  # for TensorBoard's table of runs, HPARAMS
+            flags = {name: str(value) for name, value in self.flags.items()}
+            result = {"eval/loss": metrics["eval/loss"]}
+            self.board.add_hparams(flags, result, run_name=".", global_step=step)
         if self.comet:
             self.comet.log_metrics(metrics, step=step)
 

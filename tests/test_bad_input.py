@@ -1,10 +1,11 @@
 """Bad input ends in one clear line that names the flag or the path, and a non-zero exit code."""
 
 import json
+from pydoc_data.topics import topics
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, finish, fork, load, run
+from conftest import ROOT, RUNGS, SMALL, finish, fork, load, mutant, run
 from transformers import GPT2Config, LlamaConfig, T5Config
 
 pytestmark = pytest.mark.law5
@@ -273,3 +274,31 @@ def test_rung_01_refuses_several_processes():
         "train-llm.py: error: this rung is one process: "
         f"python {ROOT}/01-single-gpu/train-llm.py; 02-ddp is for several"
     ]
+
+
+TEXT = 'text = "".join(topics.values()).encode()'
+
+
+@pytest.mark.law1
+def test_nodes_with_another_default_text_are_told_apart(tmp_path):
+    """Versions of Python have different texts. Here rank 1 has a longer one."""
+    longer = 'text = "".join(topics.values()).encode() + b"x" * int(os.environ["RANK"])'
+    path = mutant(tmp_path, "02-ddp", (TEXT, longer))
+    result = run("02-ddp", 2, *SMALL, path=path, check=False)
+    assert result.returncode != 0
+    [line] = result.errors
+    length = sum(len(text.encode()) for text in topics.values())
+    assert f"--dataset-name python-docs ({length} bytes, CRC-32 " in line
+    assert f": rank 1 of this run has python-docs ({length + 1} bytes, CRC-32 " in line
+
+
+@pytest.mark.law1
+def test_a_run_is_not_resumed_on_another_default_text(tmp_path):
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL)
+    path = mutant(tmp_path / "other", "01-single-gpu", (TEXT, f'{TEXT} + b"x"'))
+    run("01-single-gpu", 1, *flags, "--max-steps", "1", path=path)
+    result = run("01-single-gpu", 1, *flags, "--max-steps", "2", check=False)
+    assert result.returncode == 2
+    [line] = result.errors
+    assert "--dataset-name python-docs (" in line
+    assert f": the run in {tmp_path}/a has python-docs (" in line

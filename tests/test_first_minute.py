@@ -5,13 +5,27 @@ import fcntl
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, RUNGS, SMALL, environment, finish, fork, run, script, start
+from conftest import (
+    ROOT,
+    RUNGS,
+    SMALL,
+    environment,
+    exact,
+    finish,
+    fork,
+    load,
+    run,
+    script,
+    start,
+)
 from ladder import builds_on
 
 pytestmark = pytest.mark.law5
@@ -95,6 +109,131 @@ def test_the_bar_shows_the_loss():
             bar += part
     assert finish(process).returncode == 0
     assert re.search(rb"\| 3/3 \[.*loss 5\.\d", bar), bar
+
+
+def interrupt(process, last_line, wait_for="step "):
+    """Presses Ctrl-C once a line begins with `wait_for`. Returns the last line of the error log."""
+    lines = []
+    while not (line := process.stdout.readline()).startswith(wait_for):
+        assert line, process.communicate()
+        lines.append(line)
+    process.send_signal(signal.SIGINT)
+    result = finish(process)
+    assert result.returncode != 0
+    assert result.err.splitlines()[-1] == last_line
+    return result
+
+
+ENDLESS = (*SMALL, "--max-steps", "100000", "--log-freq", "1")
+
+
+def test_ctrl_c_ends_in_one_line(tmp_path):
+    """It says from which step the same command goes on, or how to keep the next run."""
+    process = start(script("01-single-gpu"), None, *ENDLESS)
+    result = interrupt(
+        process,
+        "stopped by Ctrl-C, nothing was kept: with -e NAME a run is saved, and can be resumed",
+    )
+    assert result.returncode == 130
+    assert "Traceback" not in result.err
+
+    named = ("-e", "a", "--save-dir", tmp_path, "--ckpt-freq", "4")
+    process = start(script("01-single-gpu"), None, *ENDLESS, *named)
+    said = "stopped by Ctrl-C, the same command goes on from step 4"
+    interrupt(process, said, wait_for="step     6/")
+    result = run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, "--max-steps", "7")
+    assert "--max-steps 100000 → 7" in result.out
+    assert f"resumed from {tmp_path}/a/step-00000004" in result.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ["02-ddp", "05-multinode"])
+def test_ctrl_c_under_torchrun(rung, tmp_path):
+    """The line comes again after torchrun's traceback. Rung 05 saves first, and loses nothing."""
+    named = ("-e", "a", "--save-dir", tmp_path, "--ckpt-freq", "4", *exact(rung, 2))
+    process = start(script(rung), 2, *ENDLESS, *named)
+    lines = []
+    while not (line := process.stdout.readline()).startswith("step     6/"):
+        assert line, process.communicate()
+        lines.append(line)
+    process.send_signal(signal.SIGINT)
+    result = finish(process)
+    assert result.returncode != 0
+    saved = int(max(tmp_path.glob("a/step-????????")).name[5:])
+    said = f"stopped by Ctrl-C, the same command goes on from step {saved}"
+    assert result.err.splitlines()[-1] == said
+    assert result.err.count(said) == 2
+    assert saved >= 6 if rung == "05-multinode" else saved % 4 == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", ["02-ddp", "05-multinode"])
+def test_a_mistake_is_the_last_line_under_torchrun(rung):
+    result = finish(start(script(rung), 2, "--lr", "0"))
+    assert result.returncode != 0
+    said = "train-llm.py: error: argument --lr: 0: must be above 0 and below 2**63; "
+    assert result.err.splitlines()[-1].startswith(said)
+    assert result.err.count(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--learning-rate", "--lr"),
+        ("--per_device_train_batch_size", "--batch-size"),
+        ("--bach-size", "--batch-size"),
+        ("--bf16", "--dtype bf16"),
+    ],
+)
+def test_a_wrong_flag_gets_the_right_one(flag, meant):
+    result = finish(fork(script("01-single-gpu"), None, flag, "3"))
+    assert result.returncode == 2
+    expected = f"unrecognized arguments: {flag} 3; {meant} may be meant, --help lists all flags"
+    assert result.errors == [f"train-llm.py: error: {expected}"]
+
+
+def test_the_last_line_says_what_there_is_now(tmp_path):
+    """Where the model is, with a line that loads it, also for a run that was finished before."""
+    few = (*SMALL, "--max-steps", "2")
+    flags = ("-e", "a", "--save-dir", tmp_path)
+    line = "to load the model: transformers.AutoModelForCausalLM.from_pretrained("
+    line += f'"{tmp_path}/a/final_model")'
+    assert run("01-single-gpu", 1, *few, *flags).out.splitlines()[-1] == line
+    again = run("01-single-gpu", 1, *flags, "--lr", "1e-4").out
+    assert again.splitlines()[-1] == line
+    assert "is finished at step 2: raise --max-steps or --num-epochs, or choose another" in again
+    assert "--lr 0.001 → 0.0001" in again
+    unnamed = run("01-single-gpu", 1, *few).out.splitlines()[-1]
+    assert (
+        unnamed == "nothing was kept: with -e NAME a run is saved, and the same command resumes it"
+    )
+
+
+def test_the_first_line_comes_before_the_imports():
+    """Something is on the screen while torch is imported: the line comes first, and at once."""
+    process = start(script("01-single-gpu"), None, "--help")
+    assert process.stdout.readline().startswith("importing torch, transformers and datasets")
+    modules = Path(f"/proc/{process.pid}/maps")
+    if modules.exists():
+        assert "libtorch_python" not in modules.read_text()
+    assert finish(process).returncode == 0
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_help_shows_examples_and_every_default(rung):
+    """A flag has its default in its help, or a word that says what happens without it."""
+    out = finish(fork(script(rung), 1 if rung != "01-single-gpu" else None, "--help")).out
+    examples = load(rung).__doc__.split("\n\n")[2]
+    assert examples in out
+    text = " ".join(out.split())
+    assert "compression" not in text or "default: int8" in text
+    without = ("--help", "--experiment-name", "--dataset-subset", "--comet-offline")
+    without += ("--from-scratch", "--activation-checkpointing", "--cpu-offload", "--max-steps")
+    without += ("--no-reshard-after-forward",)
+    for entry in out.split("\n  -")[1:]:
+        flags = entry.split("\n\n")[0]
+        if not any(flag in f"-{flags}" for flag in without):
+            assert "default" in flags, flags
 
 
 @pytest.mark.parametrize("rung", RUNGS)

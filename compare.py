@@ -16,6 +16,7 @@ from pathlib import Path
 
 # Phases of a step, in their order, as in the metrics `time/…_ms`.
 PHASES = ("data", "forward", "backward", "update", "log")
+PHASE_COLORS = dict(zip(PHASES, ("gold", "silver", "dimgray", "teal", "black"), strict=True))
 # Titles of the columns of the table, and how their numbers are written.
 COLUMNS = {
     "steps": ",.0f",
@@ -146,10 +147,10 @@ def draw(runs, path):
 
     bars(rate, names, [row["tokens/s"] for row in rows], colors, "tokens/s", ",.0f")
     peaks = [row["peak memory, GB"] for row in rows]
-    bars(memory, names, peaks, colors, "memory of a rank, GB: peak, state (dark)", ".2f")
+    bars(memory, names, peaks, colors, "memory, GB (dark: state)", ".2f")
     memory.barh(names, [row["state, GB"] for row in rows], color="black", alpha=0.5, height=0.4)
     megabytes = [row["sent per step, MB"] for row in rows]
-    bars(sent, names, megabytes, colors, "gradients sent per step and rank, MB", ",.2f")
+    bars(sent, names, megabytes, colors, "gradients sent per step, MB", ",.2f")
 
     left = [0.0] * len(names)
     for phase in PHASES:
@@ -157,7 +158,7 @@ def draw(runs, path):
         for steps in runs.values():
             usual = steps[1:] or steps
             times.append(statistics.median(step.get(f"time/{phase}_ms", 0.0) for step in usual))
-        parts.barh(names, times, left=left, label=phase)
+        parts.barh(names, times, left=left, label=phase, color=PHASE_COLORS[phase])
         left = [start + time for start, time in zip(left, times, strict=True)]
     parts.set(title="parts of a step, ms")
     parts.invert_yaxis()

@@ -113,3 +113,11 @@ def test_a_picture_that_cannot_be_written(two_runs, tmp_path):
         assert result.returncode == 2
         [line] = result.stderr.splitlines()
         assert line.startswith(f"compare.py: error: --picture {path}: ")
+
+
+@pytest.mark.law6
+def test_the_readme_shows_what_was_measured():
+    """The table is what compare.py printed for the five runs of README."""
+    table = (ROOT / "outputs" / "measured" / "compare.md").read_text()
+    assert table in (ROOT / "README.md").read_text()
+    assert table.count("| compare-0") == 5

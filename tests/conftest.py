@@ -46,8 +46,10 @@ class Result:
 
     @property
     def errors(self):
-        """The lines in which a script reports an error of its user's."""
-        return [line for line in self.err.splitlines() if line.startswith("train-llm.py: error: ")]
+        """The lines in which a script reports an error of its user's, each once: the line comes
+        again when torchrun has ended."""
+        lines = self.err.splitlines()
+        return list(dict.fromkeys(x for x in lines if x.startswith("train-llm.py: error: ")))
 
 
 def load(rung):

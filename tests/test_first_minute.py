@@ -111,6 +111,14 @@ def test_the_bar_shows_the_loss():
     assert re.search(rb"\| 3/3 \[.*loss 5\.\d", bar), bar
 
 
+@pytest.fixture
+def sigint():
+    """A shell that starts pytest in the background has it ignore SIGINT, and so its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt(process, last_line, wait_for="step "):
     """Presses Ctrl-C once a line begins with `wait_for`. Returns the last line of the error log."""
     lines = []
@@ -127,6 +135,7 @@ def interrupt(process, last_line, wait_for="step "):
 ENDLESS = (*SMALL, "--max-steps", "100000", "--log-freq", "1")
 
 
+@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_ends_in_one_line(tmp_path):
     """It says from which step the same command goes on, or how to keep the next run."""
     process = start(script("01-single-gpu"), None, *ENDLESS)
@@ -147,6 +156,7 @@ def test_ctrl_c_ends_in_one_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("rung", ["02-ddp", "05-multinode"])
 def test_ctrl_c_under_torchrun(rung, tmp_path):
     """The line comes again after torchrun's traceback. Rung 05 saves first, and loses nothing."""

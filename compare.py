@@ -33,6 +33,7 @@ COLUMNS = {
 
 def main():
     args = parse_args()
+    args.folders = [path for path in args.folders if not path.is_file()]  # of outputs/*
     runs = {folder.name: read_run(folder) for folder in args.folders}
     if len(runs) < len(args.folders):
         fail(
@@ -65,12 +66,16 @@ def read_run(folder):
     """The logged steps of a run with a training loss, as a list of dicts: its metrics by name."""
     path = folder / "metrics.jsonl"
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        text = path.read_text().splitlines(keepends=True)
+        lines = [json.loads(line) for line in text if line.endswith("}\n")]  # a kill may cut one
     except OSError as error:
         fail(f"{folder} is not the folder of a run: {error}")
     except ValueError as error:
         fail(f"{path}: {error}")
-    steps = [line for line in lines if line.get("train/loss") is not None]
+    steps = [line for line in lines if "train/loss" in line]
+    for step in steps:
+        if step["train/loss"] is None:  # what JSON has for NaN
+            step["train/loss"] = float("nan")
     if not steps:
         fail(f"{path} has no line with a train/loss: the run has not logged a step yet")
     # An evaluation between two log lines has a line of its own.

@@ -371,6 +371,8 @@ def load_data(args, tokenizer):
             raise ValueError(f"no split is called train, there are {list(splits)}")
         columns = choose_columns(documents, tokenizer, args.text_column, args.train_on_prompt)
         train = pack(documents, columns, tokenizer, args)
+        if len(train) == 0 and columns in INSTRUCTION_COLUMNS:
+            raise ValueError("no row has an answer, in messages one with the role assistant")
         for name in ("validation", "test"):
             documents = find_split(splits, name)
             if documents is not None:
@@ -408,7 +410,7 @@ FILE_FORMATS = {
 def source_of(name, subset):
     """The arguments of `load_dataset` for a hub id, a file, or a folder of files."""
     path = Path(name)
-    ending = Path(path.name.removesuffix(".gz")).suffix
+    ending = ending_of(path)
     source = {"path": name, "name": subset}
     if ending in FILE_FORMATS:
         if not any(path.parent.glob(path.name)):
@@ -416,9 +418,15 @@ def source_of(name, subset):
         source = {"path": FILE_FORMATS[ending], "data_files": name}
     elif path.is_file():
         raise ValueError(f"it must end in {', '.join(FILE_FORMATS)}, or one of these and .gz")
-    if ending == ".txt" or any(path.rglob("*.txt*")):
+    endings = {ending_of(file) for file in path.rglob("*")}  # of the files in a folder
+    if ending == ".txt" or endings & FILE_FORMATS.keys() == {".txt"}:
         source["sample_by"] = "document"  # a file is a document, not each of its lines
     return source
+
+
+def ending_of(path):
+    """The ending of a file's name, such as .txt, without a .gz after it."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def find_split(splits, name):
@@ -455,13 +463,18 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
     needs a chat template and has none gets one."""
     names = documents.column_names
     texts = []
+    conversations = []  # lists of messages
     for name, feature in documents.features.items():
         if getattr(feature, "dtype", "").endswith("string"):
             texts.append(name)
+        elif isinstance(getattr(feature, "feature", None), dict):
+            conversations.append(name)
 
     if text_column is not None:
         if text_column not in texts:
-            fail(f"--text-column {text_column}: the columns of text are {', '.join(texts)}")
+            fail(
+                f"--text-column {text_column}: the columns of text are {', '.join(texts) or 'none'}"
+            )
         texts = [text_column]
     elif "input_ids" in names:
         return ("input_ids",)
@@ -472,17 +485,29 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
                 say(f"training on {trained_on} in the columns {', '.join(columns)}")
                 if "text" in texts:
                     say("column 'text' has prompts and answers in one (use it: --text-column text)")
-                is_conversation = columns[0] != "prompt" or "prompt" not in texts
-                if is_conversation and tokenizer.chat_template is None:
+                joined = (
+                    columns[0] == "prompt" and "prompt" in texts
+                )  # two strings, no conversation
+                if not joined and tokenizer.chat_template is None:
                     say("no chat template: '### Instruction:' and '### Response:' are the headings")
-                    tokenizer.chat_template = CHAT_TEMPLATE
+                    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+                    tokenizer.chat_template = "{{ bos_token }}" * begins + CHAT_TEMPLATE
                 return columns
         if "text" in texts:
             texts = ["text"]
+        elif conversations:
+            raise ValueError(
+                f"{', '.join(conversations)}: conversations must be in a column messages, with "
+                "role and content"
+            )
 
-    if len(texts) != 1:
-        number = "several columns hold" if texts else "no column holds"
-        raise ValueError(f"{number} text, choose one of {', '.join(names)} with --text-column")
+    if not texts:
+        raise ValueError(f"no column holds text, there are {', '.join(names)}")
+    if len(texts) > 1:
+        raise ValueError(
+            f"several columns hold text: choose one of {', '.join(texts)} with --text-column, or "
+            "call them prompt and completion"
+        )
     say(f"training on column {texts[0]!r}")
     return tuple(texts)
 
@@ -548,7 +573,11 @@ def tokenize(rows, columns, tokenizer, train_on_prompt):
     tokens = {"input_ids": [], "labels": []}
     for values in zip(*[rows[name] for name in columns], strict=True):
         row = dict(zip(columns, values, strict=True))
-        for ids, is_answer in tokenize_instruction(row, tokenizer, eos):
+        try:
+            examples = list(tokenize_instruction(row, tokenizer, eos))
+        except Exception as error:  # chat templates raise errors of any type
+            raise ValueError(f"a row cannot be read: {error!r}: {row!r:.200}") from None
+        for ids, is_answer in examples:
             labels = [
                 i if train_on_prompt or a else -100 for i, a in zip(ids, is_answer, strict=True)
             ]
@@ -559,13 +588,19 @@ def tokenize(rows, columns, tokenizer, train_on_prompt):
 
 def tokenize_instruction(row, tokenizer, eos):
     """Yields the token ids of a row, and for each token whether it is part of an answer."""
+    given = []
     if "messages" in row:
-        messages = row["messages"]
+        messages = clean_messages(row["messages"])
     elif "instruction" in row:
         request = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
-        messages = [{"role": "user", "content": request}]
-        messages += [{"role": "assistant", "content": row["output"]}]
-    elif isinstance(row["prompt"], str):
+        answer = {"role": "assistant", "content": row["output"]}
+        messages = clean_messages([{"role": "user", "content": request}, answer])
+    elif isinstance(row["completion"], list):
+        given = clean_messages(row["prompt"])
+        messages = given + clean_messages(row["completion"])
+    elif row["completion"] is None:
+        return
+    else:
         # Two strings are joined as they are.
         text = row["prompt"] + row["completion"]
         answers = [(len(row["prompt"]), len(text))]
@@ -574,15 +609,28 @@ def tokenize_instruction(row, tokenizer, eos):
             ids, is_answer = ids[:-1], is_answer[:-1]
         yield ids + eos, is_answer + [True] * len(eos)
         return
-    else:
-        messages = row["prompt"] + row["completion"]
-    yield from tokenize_conversation(messages, tokenizer)
+    yield from tokenize_conversation(messages, len(given), tokenizer)
 
 
-def tokenize_conversation(messages, tokenizer):
+def clean_messages(messages):
+    """Messages as chat templates want them: no missing values, and one text as the content.
+
+    `datasets` gives each message all keys that any message has, with None where there is none."""
+    cleaned = []
+    for message in messages or []:
+        message = {key: value for key, value in message.items() if value is not None}
+        if isinstance(message.get("content"), list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+        if message.keys() - {"role"}:  # otherwise it says nothing
+            cleaned.append(message)
+    return cleaned
+
+
+def tokenize_conversation(messages, num_given, tokenizer):
     """Yields the token ids of a conversation, and for each token whether it is part of an answer.
 
-    The answers are the messages of the assistant."""
+    The answers are what the assistant says, but not in the first `num_given` messages."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
     template = tokenizer.get_chat_template()
     if re.search(r"\{%-?\s*generation\b", template):
         # The template marks what the assistant has to write.
@@ -592,6 +640,8 @@ def tokenize_conversation(messages, tokenizer):
             return_assistant_tokens_mask=True,
             **tokenizer.special_tokens_map,
         )
+        end_of_given = len(render(messages[:num_given])) if num_given > 0 else 0
+        answers = [(start, end) for start, end in answers if start >= end_of_given]
         if answers:
             yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
         return
@@ -599,16 +649,16 @@ def tokenize_conversation(messages, tokenizer):
     # Otherwise an answer is what the template adds when the answer is added to the messages. Some
     # templates write an answer in another way when a question follows, such as without the
     # reasoning. Then the messages up to each answer are an example of their own.
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
     text, answers = "", []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = render(messages[:i], add_generation_prompt=True) if i > 0 else ""
+        if message["role"] == "assistant" and i >= max(1, num_given):
+            prompt = render(messages[:i], add_generation_prompt=True)
             longer_text = render(messages[: i + 1])
             if not longer_text.startswith(text):
                 yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
                 answers = []
             text = longer_text
+            # The prompt may end in what this answer does not have, such as <think>.
             start = len(os.path.commonprefix([prompt, text]))
             answers.append((start, len(text)))
     if answers:
@@ -894,7 +944,7 @@ def report_mistake(parser, message):
     if message.startswith("unrecognized"):
         for wrong in re.findall(r"--[\w-]+", message):
             wrong = wrong.replace("_", "-")
-            similar = difflib.get_close_matches(wrong, flags, n=1)
+            similar = difflib.get_close_matches(wrong, flags, n=1, cutoff=0.75)
             if wrong in OTHER_NAMES:
                 similar = [OTHER_NAMES[wrong]]
             hints += [f"{name} may be meant, " for name in similar]

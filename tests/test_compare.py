@@ -59,6 +59,15 @@ def test_the_table_has_what_the_runs_have_logged(two_runs, tmp_path):
     assert table["two"]["sent per step, MB"] == "2.50"
 
 
+def test_a_run_that_diverged_is_not_shown_as_a_good_one(tmp_path):
+    run = write_run(tmp_path / "one", [5.0, None, None])
+    (tmp_path / "notes.md").write_text("of outputs/*")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "train/lo')  # a kill has cut it
+    result = compare(run, tmp_path / "notes.md", "--picture", tmp_path / "p.svg")
+    assert "| one | 3 | nan |" in result.stdout
+
+
 def test_the_picture_has_each_run(two_runs, tmp_path):
     pytest.importorskip("matplotlib")
     result = compare(*two_runs, "--picture", tmp_path / "p.svg")
@@ -92,7 +101,8 @@ def test_comet_shows_the_runs_together(two_runs, tmp_path):
         (None, "is not the folder of a run"),
         ("", "has no line with a train/loss"),
         ('{"step": 1, "eval/loss": 2.0}\n', "has no line with a train/loss"),
-        ("{", "metrics.jsonl: "),
+        ("{", "has no line with a train/loss"),
+        ("x}\n", "metrics.jsonl: "),
     ],
 )
 def test_bad_input_ends_in_one_line(content, problem, tmp_path):

@@ -9,6 +9,7 @@ import pandas
 import pytest
 import transformers
 from conftest import SMALL, assert_same_curve, data_args, load, run
+from tokenizers.processors import TemplateProcessing
 
 FEW = (*SMALL, "--max-steps", "4", "--log-freq", "1", "--dtype", "fp32")
 # A template as ChatML has it. It does not mark what the assistant writes.
@@ -103,6 +104,51 @@ def test_an_answer_is_what_the_template_adds_for_it(rung_01, tokenizer):
     assert trained_on == "groß 😀<|im_end|>\nYes.<|im_end|>\n"
     lists = tokens_of(rung_01, tokenizer, ("prompt", "completion"), (CHAT[:2], CHAT[2:3]))
     assert lists[0][1] == "groß 😀<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_answers_in_a_prompt_have_no_loss(template, rung_01, tokenizer):
+    """The convention of TRL: the loss is on the completion."""
+    tokenizer.chat_template = template
+    row = (CHAT[:4], CHAT[4:])
+    [(text, trained_on)] = tokens_of(rung_01, tokenizer, ("prompt", "completion"), row)
+    assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert trained_on == ("Yes.<|im_end|>\n" if template == CHATML else "Yes.")
+
+
+def test_values_that_are_missing_are_not_trained_on(rung_01, tokenizer):
+    """`datasets` fills rows up with None. Parts of a content are one text."""
+    columns = ("instruction", "input", "output")
+    tokenizer.chat_template = rung_01.CHAT_TEMPLATE
+    assert tokens_of(rung_01, tokenizer, columns, ("q", None, None)) == []
+    assert tokens_of(rung_01, tokenizer, ("prompt", "completion"), ("q", None)) == []
+    assert tokens_of(rung_01, tokenizer, ("messages",), (None,)) == []
+    messages = [{"role": "user", "content": [{"type": "text", "text": "q"}], "tools": None}]
+    messages += [{"role": "assistant", "content": "a", "tools": None}]
+    for template in (MARKED, CHATML):
+        tokenizer.chat_template = template.replace(
+            "message.role +", 'message.role + (message.tools or "") +'
+        )
+        [(_, trained_on)] = tokens_of(rung_01, tokenizer, ("messages",), (messages,))
+        assert trained_on.startswith("a")
+        assert "None" not in trained_on
+
+
+def test_a_greeting_is_no_answer(rung_01, tokenizer):
+    tokenizer.chat_template = CHATML
+    [(_, trained_on)] = tokens_of(rung_01, tokenizer, ("messages",), (CHAT[2:],))
+    assert trained_on == "Yes.<|im_end|>\n"
+
+
+def test_a_tokenizer_that_begins_texts_begins_conversations_so_too(rung_01, tmp_path, capsys):
+    """As Llama's does: what the model has seen at the start of each text in its pretraining."""
+    tokenizer = rung_01.byte_tokenizer()
+    rows = datasets.Dataset.from_dict({"instruction": ["q"], "output": ["a"]})
+    begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    columns = rung_01.choose_columns(rows, tokenizer, None, False)
+    [(text, _)] = tokens_of(rung_01, tokenizer, columns, ("q", "a"))
+    assert text == "<|endoftext|>### Instruction:\nq\n\n### Response:\na<|endoftext|>"
 
 
 def test_marks_of_a_template_say_what_an_answer_is(rung_01, tokenizer):
@@ -224,8 +270,12 @@ def test_the_only_column_of_text_is_trained_on_and_said(rung_01, tmp_path, capsy
 @pytest.mark.parametrize(
     ("row", "flags", "problem"),
     [
-        ({"title": "a", "body": "b"}, (), "several columns hold text, choose one of title, body"),
-        ({"number": 1}, (), "no column holds text, choose one of number with --text-column"),
+        ({"title": "a", "body": "b"}, (), "several columns hold text: choose one of title, body"),
+        ({"number": 1}, (), "no column holds text, there are number"),
+        ({"id": "a", "dialog": [{"from": "x"}]}, (), "dialog: conversations must be in a column"),
+        ({"id": "a", "messages": [{"from": "x"}]}, (), "a row cannot be read: UndefinedError("),
+        ({"prompt": "a", "completion": 4}, (), "a row cannot be read: TypeError("),
+        ({"messages": [{"role": "human", "content": "x"}]}, (), "no row has an answer"),
         ({"title": "a"}, ("--text-column", "body"), "--text-column body: the columns of text are"),
     ],
 )

@@ -256,7 +256,7 @@ BAD = {
     ),
     "no text": (
         ("--max-steps", "3", "-d", "numbers.jsonl"),
-        "no column holds text, choose one of number with --text-column",
+        "no column holds text, there are number",
     ),
     "too little": (
         ("--max-steps", "3", "-d", "few.txt"),

@@ -63,7 +63,7 @@ INPUTS = [
     ("--seq-length 1", "--seq-length 1: tiny takes from 2 to 256 tokens"),
     ("--seq-length 257", "--seq-length 257: tiny takes from 2 to 256 tokens"),
     ("--global-batch-size 5000", "--global-batch-size 5000: python-docs has only "),
-    ("-d missing.txt", "--dataset-name missing.txt: FileNotFoundError: Unable to find "),
+    ("-d missing.txt", "--dataset-name missing.txt: FileNotFoundError: there is no such file"),
     (
         "-d ./missing/",
         "--dataset-name ./missing/: FileNotFoundError: Couldn't find any data file at ",
@@ -74,7 +74,7 @@ INPUTS = [
     ("-d short.txt", "--global-batch-size 32: short.txt has only 0 sequences of 256 tokens"),
     (
         "-d numbers.jsonl",
-        "--dataset-name numbers.jsonl: ValueError: no column holds text, there are ['a', 'b']",
+        "--dataset-name numbers.jsonl: ValueError: no column holds text, there are a, b",
     ),
     ("-d broken.jsonl", "--dataset-name broken.jsonl: "),
     (
@@ -115,7 +115,7 @@ INPUTS = [
         "--attn kernels-community/flash-attn2",
         "--model-name tiny --attn kernels-community/flash-attn2: ",
     ),
-    ("-d script.py", "--dataset-name script.py: RuntimeError: Dataset scripts are no longer "),
+    ("-d script.py", "--dataset-name script.py: ValueError: it must end in .txt, .json"),
     ("-d numbers-as-ids.jsonl", "--dataset-name numbers-as-ids.jsonl: TypeError: "),
     ("-d no-rows.jsonl", "--global-batch-size 32: no-rows.jsonl has only 0 sequences "),
 ]

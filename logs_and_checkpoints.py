@@ -98,7 +98,8 @@ def say_last(line):
     """Writes a line to stderr that the user should find at the end of what the run has printed.
 
     torchrun adds a traceback of its own when one of its processes has failed, some 40 lines. So a
-    process is left behind that waits until torchrun has ended, and then repeats the line."""
+    process is left behind that waits until torchrun has ended, and then repeats the line. It gives
+    up after ten minutes: torchrun may have started the processes again."""
     tqdm.write(line, file=sys.stderr)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         sys.stderr.flush()
@@ -106,10 +107,13 @@ def say_last(line):
         left_behind = os.fork()  # 0 in the new process
         os.setpgid(left_behind, 0)  # torchrun sends signals to the group of this process
         if left_behind == 0:
-            os.closerange(3, 2**16)
-            while torchrun.is_running() and torchrun.status() != psutil.STATUS_ZOMBIE:
+            os.closerange(3, 2**16)  # files and connections of this process
+            deadline = time.monotonic() + 600
+            while time.monotonic() < deadline:
+                if not torchrun.is_running() or torchrun.status() == psutil.STATUS_ZOMBIE:
+                    os.write(2, f"{line}\n".encode())
+                    break
                 time.sleep(0.02)
-            os.write(2, f"{line}\n".encode())
             os._exit(0)
 
 

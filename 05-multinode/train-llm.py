@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 # On a CPU, a thread of PyTorch that waits for work keeps its core busy for some time, and then
-# sleeps. The default is so long that other programs slow the training down to a fraction. This is
-# a thirtieth of it. It must be set before torch is imported.
+# sleeps. By default that is so long that other programs slow the training down to a fraction. This
+# is a thirtieth of the default, on Linux. It must be set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print("importing torch, transformers and datasets: this takes some seconds", flush=True)
@@ -710,7 +710,7 @@ def load_data(args, tokenizer):
         columns = choose_columns(documents, tokenizer, args.text_column, args.train_on_prompt)
         train = pack(documents, columns, tokenizer, args)
         if len(train) == 0 and columns in INSTRUCTION_COLUMNS:
-            raise ValueError("no row has an answer, in messages one with the role assistant")
+            raise ValueError("no row has an answer (of messages: one with the role assistant)")
         for name in ("validation", "test"):
             documents = find_split(splits, name)
             if documents is not None:
@@ -795,13 +795,12 @@ CHAT_TEMPLATE = """
 
 
 def choose_columns(documents, tokenizer, text_column, train_on_prompt):
-    """The names of the columns to train on. They tell `pack` what the rows are.
+    """The names of the columns to train on, and says which. They tell what the rows hold.
 
-    A tuple: ("input_ids",), or one of `INSTRUCTION_COLUMNS`, or a column of text. A tokenizer that
-    needs a chat template and has none gets one."""
+    A tuple: a column of text, or one of `INSTRUCTION_COLUMNS`, or ("input_ids",)."""
     names = documents.column_names
     texts = []
-    conversations = []  # lists of messages
+    conversations = []  # columns that hold lists of messages
     for name, feature in documents.features.items():
         if getattr(feature, "dtype", "").endswith("string"):
             texts.append(name)
@@ -810,35 +809,33 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
 
     if text_column is not None:
         if text_column not in texts:
-            fail(
-                f"--text-column {text_column}: the columns of text are {', '.join(texts) or 'none'}"
-            )
-        texts = [text_column]
-    elif "input_ids" in names:
-        return ("input_ids",)
-    else:
-        for columns in INSTRUCTION_COLUMNS:
-            if set(columns) <= set(names):
-                trained_on = "prompts and answers" if train_on_prompt else "the answers"
-                say(f"training on {trained_on} in the columns {', '.join(columns)}")
-                if "text" in texts:
-                    say("column 'text' has prompts and answers in one (use it: --text-column text)")
-                joined = (
-                    columns[0] == "prompt" and "prompt" in texts
-                )  # two strings, no conversation
-                if not joined and tokenizer.chat_template is None:
-                    say("no chat template: '### Instruction:' and '### Response:' are the headings")
-                    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-                    tokenizer.chat_template = "{{ bos_token }}" * begins + CHAT_TEMPLATE
-                return columns
-        if "text" in texts:
-            texts = ["text"]
-        elif conversations:
-            raise ValueError(
-                f"{', '.join(conversations)}: conversations must be in a column messages, with "
-                "role and content"
-            )
+            columns = ", ".join(texts) or "none"
+            fail(f"--text-column {text_column}: the columns of text are {columns}")
+        say(f"training on column {text_column!r}")
+        return (text_column,)
 
+    if "input_ids" in names:
+        return ("input_ids",)
+
+    for columns in INSTRUCTION_COLUMNS:
+        if set(columns) <= set(names):
+            trained_on = "prompts and answers" if train_on_prompt else "the answers"
+            say(f"training on {trained_on} in the columns {', '.join(columns)}")
+            if "text" in texts:
+                say("column 'text' has prompts and answers in one (use it: --text-column text)")
+            # A prompt and a completion that are strings are joined, without a template.
+            needs_template = columns[0] != "prompt" or "prompt" not in texts
+            if needs_template and tokenizer.chat_template is None:
+                set_chat_template(tokenizer)
+            return columns
+
+    if "text" in texts:
+        texts = ["text"]
+    elif conversations:
+        raise ValueError(
+            f"{', '.join(conversations)}: conversations must be in a column messages, with "
+            "role and content"
+        )
     if not texts:
         raise ValueError(f"no column holds text, there are {', '.join(names)}")
     if len(texts) > 1:
@@ -848,6 +845,15 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
         )
     say(f"training on column {texts[0]!r}")
     return tuple(texts)
+
+
+def set_chat_template(tokenizer):
+    """Gives a tokenizer our chat template, which is then exported with the model."""
+    say("no chat template: '### Instruction:' and '### Response:' are the headings")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    # Some tokenizers begin each text with a special token. A conversation must begin with it, too.
+    if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
+        tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
 
 
 def pack(documents, columns, tokenizer, args):
@@ -916,9 +922,9 @@ def tokenize(rows, columns, tokenizer, train_on_prompt):
         except Exception as error:  # chat templates raise errors of any type
             raise ValueError(f"a row cannot be read: {error!r}: {row!r:.200}") from None
         for ids, is_answer in examples:
-            labels = [
-                i if train_on_prompt or a else -100 for i, a in zip(ids, is_answer, strict=True)
-            ]
+            labels = ids
+            if not train_on_prompt:
+                labels = np.where(is_answer, ids, -100).tolist()
             tokens["input_ids"].append(ids)
             tokens["labels"].append(labels)
     return tokens
@@ -1597,15 +1603,15 @@ OTHER_NAMES = {
 def report_mistake(parser, message):
     """Ends the run after a mistake in the flags: one line, as for all other errors."""
     flags = re.findall(r"--[a-z-]+", parser.format_help())
-    hints = []
+    hint = ""
     if message.startswith("unrecognized"):
         for wrong in re.findall(r"--[\w-]+", message):
             wrong = wrong.replace("_", "-")
             similar = difflib.get_close_matches(wrong, flags, n=1, cutoff=0.75)
-            if wrong in OTHER_NAMES:
-                similar = [OTHER_NAMES[wrong]]
-            hints += [f"{name} may be meant, " for name in similar]
-    fail(f"{message}; {''.join(hints)}--help lists all flags")
+            meant = OTHER_NAMES.get(wrong) or "".join(similar)
+            if meant:
+                hint += f"{meant} may be meant, "
+    fail(f"{message}; {hint}--help lists all flags")
 
 
 def positive(convert):
@@ -1714,7 +1720,7 @@ def check_same_experiment(args, stored):
     # Checkpoints of version 0.1 have the flags only, and not all of them.
     there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
     there = {"train_on_prompt": False, **there}
-    if there["dataset_name"] == args.dataset_name:
+    if there["dataset_name"] == args.dataset_name:  # without length and CRC of the text
         there["dataset_name"] = here["dataset_name"]
     for name in {**here, **there}:
         if here.get(name) != there.get(name):

@@ -271,8 +271,8 @@ def test_rung_01_refuses_several_processes():
     result = finish(fork(ROOT / "01-single-gpu" / "train-llm.py", 2))
     assert result.returncode != 0
     assert result.errors == [
-        "train-llm.py: error: this rung is one process: "
-        f"python {ROOT}/01-single-gpu/train-llm.py; 02-ddp is for several"
+        "train-llm.py: error: this rung runs in one process, "
+        f"python {ROOT}/01-single-gpu/train-llm.py: for several, start 02-ddp"
     ]
 
 

@@ -5,6 +5,7 @@ logs. The functions that save and load checkpoints must be called by every rank.
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import textwrap
 import time
@@ -33,7 +35,26 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 
+
+def check_variables():
+    """Ends the run if the variables by which torchrun numbers its processes are no numbers."""
+    stop = f"{Path(sys.argv[0]).name}: error: "
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    defaults |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    numbers = {}
+    for name, default in defaults.items():
+        text = os.environ.get(name, default)
+        if not re.fullmatch("[0-9]{1,9}", text):
+            sys.exit(f"{stop}{name}={text!r}: must be a whole number; torchrun sets this variable")
+        numbers[name] = int(text)
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if numbers[rank] >= numbers[size]:
+            problem = f"must be below {size}, which is {numbers[size]}"
+            sys.exit(f"{stop}{rank}={numbers[rank]}: {problem}; torchrun sets these variables")
+
+
 # torchrun sets these for each process. Without torchrun there is one process, rank 0 of 1.
+check_variables()
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -94,6 +115,20 @@ def fail(message):
     sys.exit(2)
 
 
+@contextlib.contextmanager
+def reading(source):
+    """Ends the run in one line if what the user has named, such as a file, cannot be read.
+
+    `source` is the flag with its value. What is damaged makes the libraries raise errors of any
+    type. Only the code that reads it belongs in this block: errors elsewhere are bugs, and of a bug
+    one wants to see the traceback."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ or ""
+        fail(f"{source}: {type(error).__name__}: {error} {cause}")
+
+
 def say_last(line):
     """Writes a line to stderr that the user should find at the end of what the run has printed.
 
@@ -142,6 +177,37 @@ def memory_gb(model, optimizer, device):
     return torch.tensor([*allocated, *reserved, state], dtype=torch.float64) / 1e9
 
 
+def lock_run_dir(run_dir, timeout=10):
+    """Ends the run if another one trains in the folder: they would mix their files.
+
+    Rank 0 locks the file `lock` for as long as it lives. The system releases the lock when the
+    process ends, also after kill -9. Whether a second machine sees the lock depends on the file
+    system: on NFS it does, on Lustre with the option flock.
+    A process of the same torchrun may be about to end, so it has `timeout` seconds for that."""
+    if RANK > 0:
+        return
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    lock = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # it stays open
+    start = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder, _, holder_run_id = os.pread(lock, 1000, 0).decode().partition("\n")
+            holder = holder or "another process"
+        except OSError as error:
+            say(f"{run_dir} cannot be locked ({error}): start no other run with this name")
+            return
+        is_same_run = run_id != "" and holder_run_id == run_id
+        if time.monotonic() > start + (timeout if is_same_run else 10):
+            fail(f"-e {run_dir.name}: {holder} trains in {run_dir}, end it or choose another name")
+        time.sleep(0.1)
+
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n{run_id}".encode(), 0)
+
+
 class RunLog:
     """Logs a run to the console and, if it has a folder, to metrics.jsonl, TensorBoard and Comet.
 
@@ -165,7 +231,7 @@ class RunLog:
         if self.run_dir:
             try:
                 self.open_files()
-            except OSError as error:
+            except (OSError, ValueError, LookupError, TypeError) as error:
                 fail(f"--save-dir {run_dir}: {error}")
             self.open_comet()
         self.lap("outside")
@@ -175,10 +241,18 @@ class RunLog:
         write_flags(self.run_dir / "flags.txt", self.flags)
 
         path = self.run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        complete = [line for line in lines if line.endswith("}\n")]  # a kill may cut the last one
-        kept = [line for line in complete if json.loads(line)["step"] <= self.last_step]
-        path.with_suffix(".tmp").write_text("".join(kept))
+        if not path.is_file():
+            raise OSError("metrics.jsonl is not a file")
+        kept = {}
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("}\n"):  # a kill may cut the last one
+                step = json.loads(line)["step"]
+                if step <= self.last_step:
+                    kept[step] = line
+        last_logged = max(kept, default=0)
+        if self.last_step - last_logged >= max(1, self.flags["log_freq"]):
+            say(f"metrics.jsonl has no lines between step {last_logged} and step {self.last_step}")
+        path.with_suffix(".tmp").write_text("".join(kept.values()))
         path.with_suffix(".tmp").replace(path)
         self.metrics_file = path.open("a", buffering=1)
 
@@ -198,7 +272,10 @@ class RunLog:
             say("Comet is off: set COMET_API_KEY, or use --comet-offline without an account")
             return
 
+        # A server that does not answer delays the start by two requests of 10 s, not by 200 s.
         os.environ.setdefault("COMET_LOGGING_CONSOLE", "CRITICAL")
+        os.environ.setdefault("COMET_HTTP_SESSION_RETRY_TOTAL", "1")
+        os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
         import comet_ml
 
         try:
@@ -284,12 +361,15 @@ class RunLog:
                 columns.append(f"{short_name} {metrics[name]:{form}}")
         say("  ".join(columns))
         if self.run_dir:
-            self.write(step, metrics)
+            try:
+                self.write(step, metrics)
+            except OSError as error:
+                fail(f"--save-dir {self.run_dir}: {error}")
 
     def write(self, step, metrics):
         """Writes metrics to the run's folder and to Comet."""
         if shutil.disk_usage(self.run_dir).free < 2**20:
-            fail(f"--save-dir {self.run_dir}: the disk is full")
+            raise OSError("the disk is full")
         # JSON has neither NaN nor infinity. Both become null.
         finite = {k: v if abs(v) < float("inf") else None for k, v in metrics.items()}
         self.metrics_file.write(json.dumps({"step": step, **finite}) + "\n")
@@ -339,7 +419,9 @@ class RunLog:
 
 
 def write_flags(path, flags):
-    """Writes flags as command-line arguments, one per line: `train-llm.py @flags.txt` reads it."""
+    """Writes flags as command-line arguments, one per line: `train-llm.py @flags.txt` reads it.
+
+    A value may begin with - or @, so there is a = before it."""
     lines = []
     for name, value in flags.items():
         flag = f"--{name.replace('_', '-')}"
@@ -348,7 +430,7 @@ def write_flags(path, flags):
         elif value is False and not name.startswith("no_"):  # there is no flag --no-no-...
             lines.append(f"--no-{flag[2:]}")
         elif value is not None and value is not False:
-            lines.append(shlex.join([flag, str(value)]))
+            lines.append(shlex.quote(f"{flag}={value}"))
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
@@ -417,7 +499,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.path.rename(self.folder)
         flush(self.run_dir)
         for old, _ in list(checkpoints(self.run_dir))[self.keep :]:
-            shutil.rmtree(old.rename(old.with_suffix(".old")))
+            remove(old.with_suffix(".old"))
+            remove(old.rename(old.with_suffix(".old")))
         self.save_ms = 1000 * (time.perf_counter() - self.start)
 
     def end_run(self, error):
@@ -461,17 +544,30 @@ def load_checkpoint(run_dir, model, optimizer):
     """Loads the newest intact checkpoint. Returns its `values`, {"step": 0} if there is none."""
     if RANK == 0:
         # What a kill has left of a save (.tmp) and of the removal of an old checkpoint (.old).
-        for leftover in [*run_dir.glob("step-????????.tmp"), *run_dir.glob("step-????????.old")]:
-            shutil.rmtree(leftover)
+        try:
+            for pattern in ("step-????????.tmp", "step-????????.old"):
+                for leftover in run_dir.glob(pattern):
+                    remove(leftover)
+        except OSError as error:
+            fail(f"--save-dir {run_dir}: {error}")
 
     folder, values = newest_intact(run_dir)
     if folder is None:
         return {"step": 0}
     tensors = checkpoint_tensors(model, optimizer)
+    reader = dcp.FileSystemReader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    for name, tensor in tensors["model"].items():
+        if f"model.{name}" not in saved:
+            fail(f"{folder} is of another model: it has no {name}")
+        shape = tuple(saved[f"model.{name}"].size)
+        if shape != tensor.shape:
+            shapes = f"{name} is {shape} there and {tuple(tensor.shape)} here"
+            fail(f"{folder} is of another model: {shapes}")
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder))
+        dcp.load(tensors, storage_reader=reader)
     except dcp.api.CheckpointException as error:
-        fail(f"{folder} does not fit this model: {cause_of(error)}")
+        fail(f"{folder} cannot be loaded: {cause_of(error)}")
 
     dcp_state.set_model_state_dict(model, tensors["model"])
     optimizer_state = dcp_state.get_optimizer_state_dict(model, optimizer)  # hyperparameters
@@ -492,8 +588,11 @@ def newest_intact(run_dir):
         names = ", ".join(damaged)
         say(f"{folder} is damaged ({names}): renamed .damaged, the one before is taken")
         if RANK == 0:
-            shutil.rmtree(folder.with_suffix(".damaged"), ignore_errors=True)
-            folder.rename(folder.with_suffix(".damaged"))
+            try:
+                remove(folder.with_suffix(".damaged"))
+                folder.rename(folder.with_suffix(".damaged"))
+            except OSError as error:
+                fail(f"--save-dir {run_dir}: {error}")
     return None, None
 
 
@@ -512,9 +611,18 @@ def checkpoints(run_dir):
         try:
             values = json.loads((folder / "state.json").read_text())
             intact = values.pop("crc32") == zlib.crc32(json.dumps(values).encode())
+            intact = intact and {"files", "flags", "step"} <= values.keys()
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
             intact = False
         yield folder, values if intact else None
+
+
+def remove(path):
+    """Removes a folder, or what else has this name. Nothing need be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def all_gather_object(value):
@@ -593,7 +701,7 @@ def gather_blocks(model, wanted):
 def write_final_model(run_dir, step, blocks, empty_model, config, tokenizer):
     """Writes the model to final_model.tmp, which replaces final_model when it is complete."""
     temporary = run_dir / "final_model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir()
 
     empty_model.config.architectures = [type(empty_model).__name__]
@@ -626,7 +734,7 @@ def write_final_model(run_dir, step, blocks, empty_model, config, tokenizer):
     # An empty file tells which step's model this is.
     (temporary / f"step-{step:08d}").touch()
 
-    shutil.rmtree(run_dir / "final_model", ignore_errors=True)
+    remove(run_dir / "final_model")
     temporary.rename(run_dir / "final_model")
 
 

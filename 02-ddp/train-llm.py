@@ -10,11 +10,14 @@ Try it, train on a text of your own, fine-tune a pretrained model. Without -e no
 import argparse
 import difflib
 import gc
+import json
 import math
 import os
 import re
 import shlex
+import shutil
 import sys
+import threading
 import time
 import zlib
 from datetime import timedelta
@@ -27,6 +30,7 @@ from pydoc_data.topics import topics  # the language reference that comes with P
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+PARENT = os.getppid()  # the process that has started this one, usually torchrun
 # On a CPU, a thread of PyTorch that waits for work keeps its core busy for some time, and then
 # sleeps. By default that is so long that other programs slow the training down to a fraction. This
 # is a thirtieth of the default, on Linux. It must be set before torch is imported.
@@ -48,7 +52,9 @@ from logs_and_checkpoints import (
     checkpoints,
     fail,
     load_checkpoint,
+    lock_run_dir,
     memory_gb,
+    reading,
     save_checkpoint,
     save_final_model,
     say,
@@ -78,6 +84,14 @@ EXPERIMENT_FLAGS = (
     "seq_length",
     "seed",
     "global_batch_size",
+)
+# Of these the values may differ, if they stand for the same model and data, see `check_contents`.
+CONTENT_FLAGS = (
+    "model_name",
+    "dataset_name",
+    "dataset_subset",
+    "text_column",
+    "train_on_prompt",
 )
 # Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
 # that matches counts.
@@ -116,11 +130,11 @@ def main(args):
     # it waits for longer than its timeout, but to load data or a model may take hours. So the
     # barriers for that have a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-    check_same_on_all_ranks(args)
 
     # Data: sequences of one length, cut from the documents.
-    config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
-    args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
+    with reading(f"--model-name {args.model_name}"):
+        config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
+        args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
     # The ranks of a machine take turns: the first one tokenizes, and the others read the result
     # from the cache.
     lock = FileLock(f"/tmp/train-llm-{os.getuid()}-{os.getppid()}.lock")
@@ -130,25 +144,32 @@ def main(args):
     dist.barrier(loading_group)  # from here on, the first rank of each machine has its lock
     if not tokenizes:
         lock.acquire()
-    train_data, eval_data = load_data(args, tokenizer)
+    with reading(f"--dataset-name {args.dataset_name}"):
+        train_data, eval_data = load_data(args, tokenizer)
     lock.release()
     dist.barrier(loading_group)
     Path(lock.lock_file).unlink(missing_ok=True)
+    # Look at every token once. A wrong one would otherwise be found in the middle of the run, or
+    # not at all. Checksums are kept for a resume: a name may come to stand for other files.
+    with reading(f"--dataset-name {args.dataset_name}"):
+        contents = contents_of(args, config, tokenizer, train_data, eval_data)
+    check_contents(args, contents)
+    check_same_on_all_ranks(args, contents)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
     steps_per_epoch = len(train_data) // args.global_batch_size
-    contents = (
+    counts = (
         f"{len(train_data)} sequences of {args.seq_length} tokens and {len(eval_data)} held out"
     )
     if steps_per_epoch == 0 or len(eval_data) == 0:
         name = args.dataset_name
-        fail(f"--global-batch-size {args.global_batch_size}: {name} has only {contents}")
+        fail(f"--global-batch-size {args.global_batch_size}: {name} has only {counts}")
     total_steps = args.num_epochs * steps_per_epoch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
-    say(f"{args.dataset_name}: {contents}, {total_steps} steps")
+    say(f"{args.dataset_name}: {counts}, {total_steps} steps")
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
@@ -164,7 +185,9 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    model = load_model(config, weights, args.attn, args.seed)
+    model_flags = f"--model-name {args.model_name} --attn {args.attn}"
+    with reading(model_flags):
+        model = load_model(config, weights, args.attn, args.seed)
     run_info = {
         "parameters": model.num_parameters(),
         "attn": model.config._attn_implementation,
@@ -202,6 +225,8 @@ def main(args):
     # need more precision, such as the loss, in fp32.
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     model.to(device)
+    with reading(model_flags), autocast():
+        check_causal(model, args.seq_length, device)
     # DDP copies the weights of rank 0 to all ranks, and averages the gradients of all ranks in the
     # backward pass. From here on `model` is the wrapper: a forward pass that went around it would
     # not start the averaging.
@@ -336,6 +361,7 @@ def main(args):
             values = {
                 "flags": vars(args),
                 "experiment": experiment(args),
+                "contents": contents,
                 "total_steps": total_steps,
                 "comet_key": log.comet_key,
                 "scaler": scaler.state_dict(),
@@ -380,18 +406,17 @@ def load_config(name, from_scratch):
     has_tokenizer = not files or any("token" in file or "vocab" in file for file in files)
     endings = (".safetensors", ".bin", ".pt")
     has_weights = not files or any(ending in file for file in files for ending in endings)
-    try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        config = config.get_text_config()  # the language part of a multimodal model
-        if has_tokenizer:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        else:
-            tokenizer = byte_tokenizer()
-            say(f"{name} has no tokenizer: its tokens are bytes here")
-    except Exception as error:  # a damaged file makes the libraries raise errors of any type
-        fail(f"--model-name {name}: {type(error).__name__}: {error}")
-    if len(tokenizer) > config.vocab_size:
-        fail(f"--model-name {name}: {len(tokenizer)} tokens, a vocabulary of {config.vocab_size}")
+    options = {"trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(name, return_dict=True, **options)
+    config = config.get_text_config()  # the language part of a multimodal model
+    if has_tokenizer:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    else:
+        tokenizer = byte_tokenizer()
+        say(f"{name} has no tokenizer: its tokens are bytes here")
+    num_tokens = 1 + max(tokenizer.get_vocab().values())
+    if num_tokens > config.vocab_size:
+        fail(f"--model-name {name}: {num_tokens} tokens, a vocabulary of {config.vocab_size}")
 
     disable_dropout(config, name)
     return config, tokenizer, name if has_weights and not from_scratch else None
@@ -425,22 +450,21 @@ def load_data(args, tokenizer):
     """Returns the sequences to train on and those to evaluate on.
 
     These are a split called validation or test, or else the last 5% of the training data."""
-    try:
-        splits = load_splits(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
-        documents = find_split(splits, "train")
-        if documents is None:
-            raise ValueError(f"no split is called train, there are {list(splits)}")
-        columns = choose_columns(documents, tokenizer, args.text_column, args.train_on_prompt)
-        train = pack(documents, columns, tokenizer, args)
-        if len(train) == 0 and columns in INSTRUCTION_COLUMNS:
-            raise ValueError("no row has an answer (of messages: one with the role assistant)")
-        for name in ("validation", "test"):
-            documents = find_split(splits, name)
-            if documents is not None:
-                return train, pack(documents, columns, tokenizer, args)
-    except Exception as error:  # a damaged file makes the libraries raise errors of any type
-        cause = error.__cause__ or ""
-        fail(f"--dataset-name {args.dataset_name}: {type(error).__name__}: {error} {cause}")
+    splits = load_splits(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
+    documents = find_split(splits, "train")
+    if documents is None:
+        raise ValueError(f"no split is called train, there are {list(splits)}")
+    columns = choose_columns(documents, tokenizer, args.text_column, args.train_on_prompt)
+    train = pack(documents, columns, tokenizer, args)
+    if len(train) == 0 and columns in INSTRUCTION_COLUMNS:
+        raise ValueError("no row has an answer (of messages: one with the role assistant)")
+    for name in ("validation", "test"):
+        documents = find_split(splits, name)
+        if documents is not None:
+            missing = set(columns) - set(documents.column_names)
+            if missing:
+                raise ValueError(f"the split {name} has no column {', '.join(missing)}")
+            return train, pack(documents, columns, tokenizer, args)
     num_held_out = math.ceil(len(train) / 20)
     num_train = len(train) - num_held_out
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
@@ -584,11 +608,6 @@ def pack(documents, columns, tokenizer, args):
 
     It also has `labels` if they are not the same. Rows that hold tokens are taken as they are."""
     if columns == ("input_ids",):
-        length = len(documents[0]["input_ids"])
-        if length != args.seq_length:
-            raise ValueError(
-                f"its input_ids have {length} tokens, --seq-length is {args.seq_length}"
-            )
         sequences = documents
     else:
         packer = Packer(columns, tokenizer, args.seq_length, args.train_on_prompt)
@@ -742,6 +761,55 @@ def tokenize_answers(text, answers, tokenizer, **options):
     return tokens["input_ids"], is_answer.tolist()
 
 
+def contents_of(args, config, tokenizer, train_data, eval_data):
+    """What the run trains, and on which data, by their content: a dict for the checkpoint."""
+    # What depends on the version of transformers and on paths is left out.
+    left_out = ("transformers_version", "_name_or_path", "architectures", "dtype")
+    config_values = json.loads(config.to_json_string(use_diff=False))
+    vocabulary = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    return {
+        "config": {k: v for k, v in config_values.items() if k not in left_out},
+        "tokenizer": zlib.crc32(json.dumps(vocabulary).encode()),
+        "training data": check_sequences(train_data, args.seq_length, config.vocab_size),
+        "evaluation data": check_sequences(eval_data, args.seq_length, config.vocab_size),
+    }
+
+
+def check_sequences(data, seq_length, vocab_size):
+    """Returns a CRC-32 checksum of all tokens and labels. Raises ValueError if one is wrong."""
+    checksum = 0
+    data = data.with_format("numpy", columns=data.format["columns"])
+    for number, rows in enumerate(data.iter(batch_size=1000)):
+        for name, tokens in rows.items():
+            is_right = tokens.dtype.kind in "iu" and tokens.shape[1:] == (seq_length,)
+            if is_right:
+                is_token = (tokens >= 0) & (tokens < vocab_size)
+                if name == "labels":
+                    is_token |= tokens == -100
+                is_right = is_token.all()
+            if not is_right:
+                first_row = 1000 * number
+                rows = data.with_format(None)[first_row : first_row + 1000][name]
+                find_mistake(name, rows, first_row, seq_length, vocab_size)
+            checksum = zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int64), checksum)
+    return checksum
+
+
+def find_mistake(name, rows, first_row, seq_length, vocab_size):
+    """Raises ValueError for the first of the rows that is wrong, see `check_sequences`."""
+    for number, tokens in enumerate(rows, first_row):
+        if not isinstance(tokens, list):
+            raise ValueError(f"row {number} of {name} is no list of tokens: {tokens!r:.50}")
+        if len(tokens) != seq_length:
+            counts = f"{len(tokens)} tokens, --seq-length is {seq_length}"
+            raise ValueError(f"row {number} of {name} has {counts}")
+        for token in tokens:
+            is_label = name == "labels" and token == -100
+            if type(token) is not int or not (is_label or 0 <= token < vocab_size):
+                tokens_of_model = f"the model has tokens from 0 to {vocab_size - 1}"
+                raise ValueError(f"row {number} of {name} has {token!r:.50}, {tokens_of_model}")
+
+
 def load_model(config, weights, attn, seed):
     """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
     torch.manual_seed(seed)
@@ -750,20 +818,38 @@ def load_model(config, weights, attn, seed):
         "dtype": torch.float32,
         "trust_remote_code": False,
     }
-    try:
-        if weights is None:
-            return transformers.AutoModelForCausalLM.from_config(config, **options)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            weights, config=config, output_loading_info=True, **options
-        )
-    except Exception as error:  # a damaged file makes the libraries raise errors of any type
-        flags = f"--model-name {weights or config.name_or_path or 'tiny'}"
-        if attn != "auto":
-            flags += f" --attn {attn}"
-        fail(f"{flags}: {type(error).__name__}: {error}")
+    if weights is None:
+        return transformers.AutoModelForCausalLM.from_config(config, **options)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        weights, config=config, output_loading_info=True, **options
+    )
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()
+
+
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def check_causal(model, seq_length, device):
+    """Ends the run if a token changes what the model predicts before it.
+
+    A model that reads in both directions, such as BERT, sees the token that it has to predict. Its
+    loss becomes very small, and still it cannot write a text."""
+    half = seq_length // 2
+    vocab_size = model.config.vocab_size
+    tokens = torch.arange(seq_length)[None] % vocab_size
+    other_tokens = tokens.clone()
+    other_tokens[:, half:] = (other_tokens[:, half:] + 1) % vocab_size
+    logits = model(input_ids=tokens.to(device), use_cache=False).logits[:, :half]
+    other_logits = model(input_ids=other_tokens.to(device), use_cache=False).logits[:, :half]
+
+    # The same numbers in the same shapes are rounded alike, but not in a mixture of experts, where
+    # the shapes depend on how many tokens an expert gets.
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    tolerance = 0.1 if has_experts else 1e-5
+    if (logits - other_logits).abs().max() > tolerance * logits.abs().max():
+        problem = "is not causal: a token changes what it predicts before that token"
+        fail(f"--model-name {model.config.name_or_path}: {type(model).__name__} {problem}")
 
 
 def flops_per_token(model, seq_length):
@@ -775,7 +861,9 @@ def flops_per_token(model, seq_length):
     Source: PaLM, arXiv:2204.02311, appendix B."""
     config = model.config
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    embeddings.discard(model.get_output_embeddings().weight)
+    output_layer = model.get_output_embeddings()
+    if output_layer is not None:
+        embeddings.discard(output_layer.weight)
     parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
 
     heads = getattr(config, "num_attention_heads", 0)
@@ -918,8 +1006,10 @@ def parse_args():
     parser.set_defaults(from_scratch=False, train_on_prompt=False)
 
     add = parser.add_argument_group("run").add_argument
-    add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
-    add("--save-dir", default=str(ROOT / "outputs"), help="of all runs, default: %(default)s")
+    name_help = "save the run in SAVE_DIR/NAME, and resume it there"
+    add("-e", "--experiment-name", type=one_line, help=name_help)
+    folder_help = "of all runs, default: %(default)s"
+    add("--save-dir", type=one_line, default=str(ROOT / "outputs"), help=folder_help)
     seed_help = "of the order of the data and of random weights, default: %(default)s"
     add("--seed", type=zero_or_more(int), default=0, help=seed_help)
     add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
@@ -936,22 +1026,23 @@ def parse_args():
     add("--ckpt-freq", type=positive(int), default=500, help=checkpoint_help)
     keep_help = "how many of the newest to keep, default: %(default)s"
     add("--keep-checkpoints", type=positive(int), default=2, help=keep_help)
-    add("--comet-project-name", default="train-llm", help="default: %(default)s")
-    add("--comet-workspace", help="default: the one of your account")
+    add("--comet-project-name", type=one_line, default="train-llm", help="default: %(default)s")
+    add("--comet-workspace", type=one_line, help="default: the one of your account")
     add("--comet-offline", help="archives to upload later; needs no account", **switch)
 
     add = parser.add_argument_group("model and data").add_argument
     model_help = "tiny, a hub id, or a folder, default: %(default)s"
-    add("-m", "--model-name", default="tiny", help=model_help)
+    add("-m", "--model-name", type=one_line, default="tiny", help=model_help)
     add("--from-scratch", help="take the architecture only, not the weights", **switch)
     attn_help = "a name that transformers knows, default: %(default)s, PyTorch's own"
-    add("--attn", default="auto", help=attn_help)
+    add("--attn", type=one_line, default="auto", help=attn_help)
     add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
     add("--compile", help="torch.compile blocks and loss; default: on a GPU", **switch)
     data_help = "dummy, a hub id, a file, or a folder, default: %(default)s"
-    add("-d", "--dataset-name", default="python-docs", help=data_help)
-    add("--dataset-subset", help="the configuration of a data set on the hub")
-    add("--text-column", help="train on this column, default: found by the names of the columns")
+    add("-d", "--dataset-name", type=one_line, default="python-docs", help=data_help)
+    add("--dataset-subset", type=one_line, help="the configuration of a data set on the hub")
+    column_help = "train on this column, default: found by the names of the columns"
+    add("--text-column", type=one_line, help=column_help)
     prompt_help = "of instruction data, train on the prompts too, default: on the answers only"
     add("--train-on-prompt", help=prompt_help, **switch)
     length_help = "tokens of a sequence, default: 1024, or the model's limit"
@@ -981,7 +1072,9 @@ def parse_args():
 
     # A run that is resumed keeps its flags, unless the command line sets them. So the flags are
     # parsed twice: first to find the run, then with its flags as the defaults.
-    args = parser.parse_args()
+    files = [word for word in sys.argv[1:] if word.startswith("@")]
+    with reading(f"the flags in {' '.join(files)}"):
+        args = parser.parse_args()
     stored = newest_values(run_dir_of(args))
     flags = stored.get("flags", {})
     kept = vars(args).keys() & flags.keys() - {"experiment_name", "save_dir"}
@@ -1046,6 +1139,13 @@ def zero_or_more(convert):
     return in_range(convert, lambda value: 0 <= value < 2**63, "from 0 and below 2**63")
 
 
+def one_line(text):
+    """A `type` for flags: a text that files and messages can show, such as a name or a path."""
+    if text.splitlines() != [text] or any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+        raise argparse.ArgumentTypeError(f"{text!a}: must be a line of text")
+    return text
+
+
 def in_range(convert, is_allowed, description):
     def parse(text):
         value = convert(text)
@@ -1059,7 +1159,8 @@ def in_range(convert, is_allowed, description):
 
 def check_launcher():
     """Ends the run if it was started in a way that this rung does not support."""
-    if "LOCAL_RANK" not in os.environ:
+    variables = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    if not all(os.environ.get(name) for name in variables.split()):
         num_processes = torch.cuda.device_count() or 2
         command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes), *sys.argv]
         fail(f"this rung needs torchrun: {shlex.join(command)}")
@@ -1078,6 +1179,9 @@ def check_hardware(args):
         fail(f"--nproc-per-node: there are only {torch.cuda.device_count()} GPUs here")
     if args.dtype == "fp16" and not gpu:
         fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
+    compiler = os.environ.get("CXX", "g++")
+    if args.compile and not gpu and shutil.which(compiler) is None:
+        fail(f"--compile: needs the compiler {compiler} (Debian: apt-get install g++)")
     if args.attn.startswith("flash") and (not gpu or args.dtype == "fp32"):
         fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16 or fp16")
 
@@ -1090,20 +1194,16 @@ def run_dir_of(args):
 def newest_values(run_dir):
     """What state.json holds in the run's newest readable checkpoint, {} if there is none."""
     if run_dir:
-        for _, values in checkpoints(run_dir):
-            if values:
-                return values
+        with reading(f"--save-dir {run_dir}"):
+            for _, values in checkpoints(run_dir):
+                if values:
+                    return values
     return {}
 
 
 def experiment(args):
     """The flags that must be the same when the run is resumed."""
-    values = {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
-    if args.dataset_name == "python-docs":
-        # Versions of Python have different texts.
-        text = "".join(topics.values()).encode()
-        values["dataset_name"] += f" ({len(text)} bytes, CRC-32 {zlib.crc32(text):08x})"
-    return values
+    return {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
 
 
 def check_same_experiment(args, stored):
@@ -1112,22 +1212,39 @@ def check_same_experiment(args, stored):
     # Checkpoints of version 0.1 have the flags only, and not all of them.
     there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
     there = {"train_on_prompt": False, **there}
-    if there["dataset_name"] == args.dataset_name:  # without length and CRC of the text
-        there["dataset_name"] = here["dataset_name"]
     for name in {**here, **there}:
-        if here.get(name) != there.get(name):
+        is_checked_later = name in CONTENT_FLAGS and "contents" in stored
+        if here.get(name) != there.get(name) and not is_checked_later:
             flag = f"--{name.replace('_', '-')} {here.get(name)}"
             fail(f"{flag}: the run in {run_dir_of(args)} has {there.get(name)}")
 
 
-def check_same_on_all_ranks(args):
-    """Ends the run if a rank has another experiment, such as another default text."""
-    here = experiment(args)
+def check_contents(args, contents):
+    """Ends the run if model, tokenizer or data are not those of the checkpoint in its folder."""
+    run_dir = run_dir_of(args)
+    stored = newest_values(run_dir)
+    there = stored.get("contents", {})  # version 0.1 has none
+    for name, value in there.get("config", {}).items():
+        here = contents["config"].get(name, value)
+        if here != value:
+            change = f"{name} is {here}, in the run in {run_dir} it is {value}"
+            fail(f"--model-name {args.model_name}: {change}")
+    for name, value in there.items():
+        if name != "config" and contents[name] != value:
+            is_model = name == "tokenizer"
+            flag = "model_name" if is_model else "dataset_name"
+            names = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
+            fail(f"{names}: another {name} than the run in {run_dir} has, {stored['flags'][flag]}")
+
+
+def check_same_on_all_ranks(args, contents):
+    """Ends the run if a rank has another experiment, such as other files with the same names."""
+    here = {**experiment(args), **contents}
     for rank, there in enumerate(all_gather_object(here)):
         for name in here:
             if here[name] != there[name]:
-                flag = f"--{name.replace('_', '-')} {here[name]}"
-                fail(f"{flag}: rank {rank} of this run has {there[name]}")
+                values = f"{here[name]!s:.200} here and {there[name]!s:.200} on rank {rank}"
+                fail(f"{name} is {values}: all ranks need the same flags and files")
 
 
 def open_run_dir(args):
@@ -1137,6 +1254,7 @@ def open_run_dir(args):
     try:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
+            lock_run_dir(run_dir)
             (run_dir / "metrics.jsonl").touch()
     except OSError as error:
         fail(f"--save-dir {args.save_dir}: {error}")
@@ -1156,6 +1274,21 @@ def end_interrupted(args):
     sys.exit(130)  # 128 + the number of SIGINT, as shells have it
 
 
+def end_with_torchrun():
+    """Has this process end when torchrun has, also after kill -9, which lets it tell nobody.
+
+    Otherwise the process would go on by itself: nobody reads what it prints, and a second start of
+    the run would find its folder locked."""
+
+    def watch():
+        while os.getppid() == PARENT:
+            time.sleep(1)
+        os._exit(1)
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def shut_down():
     """Ends the process group after success. After an error other ranks may never reach the barrier.
 
@@ -1169,6 +1302,7 @@ def shut_down():
 
 
 if __name__ == "__main__":
+    end_with_torchrun()
     try:
         args = parse_args()
         main(args)

@@ -11,7 +11,7 @@ from ladder import PARENTS, ROOT, RUNGS, script
 PAIRS = [(parent, rung) for rung, parent in PARENTS.items()]
 # Functions and classes that a rung adds: the idea itself.
 NEW = {
-    "02-ddp": ["share_of_rank", "check_same_on_all_ranks", "shut_down"],
+    "02-ddp": ["share_of_rank", "check_same_on_all_ranks", "end_with_torchrun", "shut_down"],
     "03-fsdp": ["find_weights", "read_shards", "fill_from_rank_0", "fill_buffers"],
     "04-compression": [
         "GradientCompressor",
@@ -29,7 +29,7 @@ NEW = {
         "check_shared_folder",
         "stop_restarts",
     ],
-    "06-streaming": ["Streams", "Reader", "check_streams"],
+    "06-streaming": ["Streams", "Reader", "checksum_of_files", "check_streams"],
 }
 # Functions that a rung does not need any more.
 DROPPED = {"06-streaming": ["pack"]}
@@ -47,6 +47,7 @@ CHANGED = {
         "main": "meta device, sharding, mixed precision of FSDP, when to gather",
         "evaluate": "the root is gathered and no backward frees it",
         "sample": "the same",
+        "check_causal": "the same, for all modules",
         "parse_args": "--cpu-offload, --no-reshard-after-forward",
         "check_hardware": "what --cpu-offload needs",
     },
@@ -57,11 +58,13 @@ CHANGED = {
     "05-multinode": {
         "main": "timeouts, the clean stop, checkpoints in the background",
         "parse_args": "--timeout, and what a restart needs",
+        "open_run_dir": "a process of the same run may be about to end",
     },
     "06-streaming": {
         "main": "batches come from streams, whose positions are saved",
         "load_data": "documents that stream",
         "load_splits": "the same",
+        "contents_of": "the files are not read before the training",
         "parse_args": "its flags",
     },
 }

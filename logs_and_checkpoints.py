@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import textwrap
+import threading
 import time
 import warnings
 import zlib
@@ -111,7 +112,9 @@ def fail(message):
         time.sleep(60)
 
     line = " ".join(part.strip() for part in message.splitlines() if part.strip())
-    say_last(f"{Path(sys.argv[0]).name}: error: {line[:2000]}")
+    if len(line) > 2000:
+        line = f"{line[:1000]} ... {line[-1000:]}"
+    say_last(f"{Path(sys.argv[0]).name}: error: {line}")
     sys.exit(2)
 
 
@@ -175,6 +178,12 @@ def memory_gb(model, optimizer, device):
             peak *= 1024  # Linux counts in KiB, macOS in bytes
         allocated = reserved = current, max(current, peak)
     return torch.tensor([*allocated, *reserved, state], dtype=torch.float64) / 1e9
+
+
+def print_unless_os_error(error):
+    """What `threading.excepthook` is set to."""
+    if not issubclass(error.exc_type, OSError):
+        threading.__excepthook__(error)
 
 
 def lock_run_dir(run_dir, timeout=10):
@@ -257,6 +266,10 @@ class RunLog:
         self.metrics_file = path.open("a", buffering=1)
 
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+        # TensorBoard writes in a thread. An error there is raised again by the next call, which
+        # ends the run in one line. The thread need not print it as well.
+        threading.excepthook = print_unless_os_error
 
         # TensorBoard shows the path of a folder as the name of the run.
         folder = self.run_dir / "tensorboard" / STAGE

@@ -10,6 +10,7 @@ Try it, train on a text of your own, fine-tune a pretrained model. Without -e no
 import argparse
 import difflib
 import gc
+import glob
 import json
 import math
 import os
@@ -574,7 +575,13 @@ def load_splits(name, subset, tokenizer, seq_length):
         tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
         return {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
 
-    return datasets.load_dataset(**source_of(name, subset))
+    source = source_of(name, subset)
+    if Path(name).exists() or ending_of(Path(name)) in FILE_FORMATS:
+        # `datasets` keeps what it has read in a cache, and knows a file again by its path and its
+        # time. So each content has a cache of its own.
+        folder = f"{checksum_of_files(source):08x}"
+        source["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, folder))
+    return datasets.load_dataset(**source)
 
 
 # What `datasets` calls the formats of files, by their endings. Each may be followed by .gz.
@@ -593,7 +600,10 @@ def source_of(name, subset):
     ending = ending_of(path)
     source = {"path": name, "name": subset}
     if ending in FILE_FORMATS:
-        if not any(path.parent.glob(path.name)):
+        # A name with * stands for several files, unless there is a file with this very name.
+        if path.is_file():
+            name = glob.escape(name)
+        elif not any(path.parent.glob(path.name)):
             raise FileNotFoundError(f"there is no such file in {path.resolve().parent}")
         source = {"path": FILE_FORMATS[ending], "data_files": name}
     elif path.is_file():
@@ -602,6 +612,26 @@ def source_of(name, subset):
     if ending == ".txt" or endings & FILE_FORMATS.keys() == {".txt"}:
         source["sample_by"] = "document"  # a file is a document, not each of its lines
     return source
+
+
+def checksum_of_files(source):
+    """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
+
+    Files may be large, so of a file above 64 KiB its length and 16 parts count. Paths of files on
+    the hub have the number of their revision, and so they are enough."""
+    checksum = 0
+    splits = datasets.load_dataset_builder(**source).config.data_files or {}
+    for files in splits.values():
+        for path in files:
+            if Path(path).is_file():
+                with open(path, "rb") as file:
+                    length = file.seek(0, os.SEEK_END)
+                    for start in np.linspace(0, max(0, length - 4096), 16, dtype=int):
+                        file.seek(start)
+                        checksum = zlib.crc32(file.read(4096), checksum)
+                path = str(length)
+            checksum = zlib.crc32(path.encode(), checksum)
+    return checksum
 
 
 def ending_of(path):
@@ -1202,8 +1232,8 @@ def check_causal(model, seq_length, device):
     has_experts = any("experts" in name for name, _ in model.named_modules())
     tolerance = 0.1 if has_experts else 1e-5
     if (logits - other_logits).abs().max() > tolerance * logits.abs().max():
-        problem = "is not causal: a token changes what it predicts before that token"
-        fail(f"--model-name {model.config.name_or_path}: {type(model).__name__} {problem}")
+        problem = "not causal: a token changes what the model predicts before that token"
+        fail(f"--model-name {model.config.name_or_path}: {problem}")
 
 
 def flops_per_token(model, seq_length):
@@ -1625,10 +1655,14 @@ def check_contents(args, contents):
             fail(f"--model-name {args.model_name}: {change}")
     for name, value in there.items():
         if name != "config" and contents[name] != value:
-            is_model = name == "tokenizer"
-            flag = "model_name" if is_model else "dataset_name"
-            names = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            fail(f"{names}: another {name} than the run in {run_dir} has, {stored['flags'][flag]}")
+            flag = "model_name" if name == "tokenizer" else "dataset_name"
+            here = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
+            # Other names of the model and the data may be the reason.
+            reasons = ""
+            for other in CONTENT_FLAGS:
+                if stored["flags"].get(other) != getattr(args, other):
+                    reasons += f" --{other.replace('_', '-')} {stored['flags'].get(other)}"
+            fail(f"{here}: the {name} differs from that of the run in {run_dir}{reasons}")
 
 
 def check_same_on_all_ranks(args, contents):

@@ -305,5 +305,5 @@ def test_a_run_is_not_resumed_on_another_default_text(tmp_path):
     result = run("01-single-gpu", 1, *flags, "--max-steps", "2", check=False)
     assert result.returncode == 2
     [line] = result.errors
-    said = "--dataset-name python-docs: another training data than the run in"
-    assert line == f"train-llm.py: error: {said} {tmp_path}/a has, python-docs"
+    said = "--dataset-name python-docs: the training data differs from that of the run in"
+    assert line == f"train-llm.py: error: {said} {tmp_path}/a"

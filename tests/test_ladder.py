@@ -29,7 +29,7 @@ NEW = {
         "check_shared_folder",
         "stop_restarts",
     ],
-    "06-streaming": ["Streams", "Reader", "checksum_of_files", "check_streams"],
+    "06-streaming": ["Streams", "Reader", "check_streams"],
 }
 # Functions that a rung does not need any more.
 DROPPED = {"06-streaming": ["pack"]}

@@ -1,9 +1,11 @@
 """Logging: one line per logged step, the same names everywhere, and no run that it can stop."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import time
 import zipfile
 from itertools import accumulate
@@ -175,7 +177,7 @@ def test_tensorboard_holds_the_same_names(offline):
     names = {name for line in lines.values() for name in line} - {"step"}
     assert set(board.Tags()["scalars"]) == names
     [flags] = board.Tensors("flags/text_summary")
-    assert b"--experiment-name a" in flags.tensor_proto.string_val[0]
+    assert b"--experiment-name=a" in flags.tensor_proto.string_val[0]
     [text] = board.Tensors("sample/text_summary")
     assert b"what the model writes after it" in text.tensor_proto.string_val[0]
     assert text.step == 6
@@ -276,6 +278,25 @@ def test_a_server_that_goes_away_stops_nothing(tmp_path):
         saved = max(tmp_path.glob("a/step-????????"), default=None)
     end(process)
     assert saved != closed_at
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_delays_the_start_by_two_requests(tmp_path):
+    """It takes connections and is silent. A request gives up after 10 s, so that is 20 s."""
+    silent = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "2")
+    result = run("01-single-gpu", 1, *flags, COMET_API_KEY=KEY, COMET_URL_OVERRIDE=url)
+    assert "Comet cannot be reached, training goes on without it" in result.out
+    silent.setblocking(False)
+    connections = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            silent.accept()[0].close()
+            connections += 1
+    silent.close()
+    assert 1 <= connections <= 2
+    assert list(metrics(tmp_path / "a")) == [1, 2]
 
 
 def test_metrics_of_an_older_version_are_kept_by_a_resume(tmp_path):

@@ -336,7 +336,7 @@ def optimizer_restored():
         run_dir.mkdir()
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         dcp.save(states, checkpoint_id=raw)
-        rung.save_checkpoint(run_dir, 60, model, optimizer, {}, 1)
+        rung.save_checkpoint(run_dir, 60, model, optimizer, {"flags": {}}, 1)
         rows = []
         for way in ("no stop", "`dcp.load` into `optimizer.state_dict()`", "this ladder"):
             if way != "no stop":
@@ -382,7 +382,7 @@ def save_and_die(way, path, states, model, optimizer, share, size, strike):
                 torch.save(states, path / "checkpoint.tmp")
                 os.replace(path / "checkpoint.tmp", path / "checkpoint.pt")
             if way == "ladder":
-                load("01-single-gpu").save_checkpoint(path, 2, model, optimizer, {}, 2)
+                load("01-single-gpu").save_checkpoint(path, 2, model, optimizer, {"flags": {}}, 2)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     died = signal.SIGKILL if strike else signal.SIGXFSZ
@@ -419,7 +419,7 @@ def kill_during_save():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             if way == "ladder":
-                rung.save_checkpoint(path, 1, model, optimizer, {}, 2)
+                rung.save_checkpoint(path, 1, model, optimizer, {"flags": {}}, 2)
             elif way == "dcp in place":
                 dcp.save(states, checkpoint_id=path / "checkpoint")
             else:

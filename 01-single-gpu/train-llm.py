@@ -36,6 +36,7 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
 
 import datasets
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 import transformers
@@ -142,6 +143,7 @@ def main(args):
     # most updates would be rounded away.
     model_flags = f"--model-name {args.model_name} --attn {args.attn}"
     with reading(model_flags):
+        check_memory(config, 1, device)
         model = load_model(config, weights, args.attn, args.seed)
     run_info = {
         "parameters": model.num_parameters(),
@@ -775,6 +777,28 @@ def find_mistake(name, rows, first_row, seq_length, vocab_size):
             if type(token) is not int or not (is_label or 0 <= token < vocab_size):
                 tokens_of_model = f"the model has tokens from 0 to {vocab_size - 1}"
                 raise ValueError(f"row {number} of {name} has {token!r:.50}, {tokens_of_model}")
+
+
+def check_memory(config, num_shards, device):
+    """Ends the run if a model is too large to be trained here, before it is built.
+
+    Its state takes 16 bytes for each parameter: the parameter, its gradient and the two moments of
+    Adam, 4 bytes each. A process keeps 1 / num_shards of it. Activations come on top."""
+    with torch.device("meta"):  # a model without values, to count the parameters
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    needed = 16 * model.num_parameters() / num_shards
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if needed > memory:
+        sizes = f"{needed / 1e9:,.0f} GB with gradients and optimizer, a process has"
+        advice = "split them over more processes (03-fsdp)"
+        name = config.name_or_path or "tiny"
+        fail(
+            f"--model-name {name}: {model.num_parameters():,} parameters take {sizes} "
+            f"{memory / 1e9:,.0f} GB; {advice}"
+        )
 
 
 def load_model(config, weights, attn, seed):

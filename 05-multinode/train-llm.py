@@ -43,6 +43,7 @@ if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
 
 import datasets
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -221,7 +222,9 @@ def main(args):
     # The model may be too large for one GPU. So every rank builds it on the meta device, where
     # tensors have a shape but no storage. Below, it is sharded, and its shards get their values.
     model_flags = f"--model-name {args.model_name} --attn {args.attn}"
+    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     with reading(model_flags):
+        check_memory(config, shard_size, torch.device("cpu") if args.cpu_offload else device)
         with torch.device("meta"):
             model = load_model(config, None, args.attn, args.seed)
         files, conversions = find_weights(model, weights)  # before `fully_shard` changes classes
@@ -266,7 +269,6 @@ def main(args):
     # Hybrid sharding (HSDP): the ranks form a mesh of two dimensions. A row holds a replica of the
     # model, and each of its ranks a shard. The ranks of a column hold the same shard. FSDP gathers
     # parameters within a row, where links are fast. Between rows, only gradients are sent.
-    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     num_replicas = world_size // shard_size
     mesh = init_device_mesh(
         device.type, (num_replicas, shard_size), mesh_dim_names=("replicate", "shard")
@@ -1115,6 +1117,28 @@ def find_mistake(name, rows, first_row, seq_length, vocab_size):
             if type(token) is not int or not (is_label or 0 <= token < vocab_size):
                 tokens_of_model = f"the model has tokens from 0 to {vocab_size - 1}"
                 raise ValueError(f"row {number} of {name} has {token!r:.50}, {tokens_of_model}")
+
+
+def check_memory(config, num_shards, device):
+    """Ends the run if a model is too large to be trained here, before it is built.
+
+    Its state takes 16 bytes for each parameter: the parameter, its gradient and the two moments of
+    Adam, 4 bytes each. A process keeps 1 / num_shards of it. Activations come on top."""
+    with torch.device("meta"):  # a model without values, to count the parameters
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    needed = 16 * model.num_parameters() / num_shards
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if needed > memory:
+        sizes = f"{needed / 1e9:,.0f} GB with gradients and optimizer, a process has"
+        advice = "split them over more processes (03-fsdp)"
+        name = config.name_or_path or "tiny"
+        fail(
+            f"--model-name {name}: {model.num_parameters():,} parameters take {sizes} "
+            f"{memory / 1e9:,.0f} GB; {advice}"
+        )
 
 
 def load_model(config, weights, attn, seed):

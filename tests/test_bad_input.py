@@ -92,6 +92,7 @@ INPUTS = [
         "--model-name encoder-decoder --attn auto: ValueError: Unrecognized configuration class ",
     ),
     ("-m small-vocabulary", "--model-name small-vocabulary: 257 tokens, a vocabulary of 100"),
+    ("-m too-large", "--model-name too-large: 859,012,612,096 parameters take 13,744 GB with "),
     ("-m gpt2-of-64 -s 128", "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens"),
     ("-m other-weights", "--model-name other-weights: it lacks weights for "),
     (
@@ -155,6 +156,8 @@ def inputs(tmp_path_factory):
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     gpt2 = GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=2, n_positions=64, **ends)
     gpt2.save_pretrained(folder / "gpt2-of-64")
+    large = {"hidden_size": 2**14, "intermediate_size": 2**16, "num_hidden_layers": 200}
+    LlamaConfig(vocab_size=384, **large).save_pretrained(folder / "too-large")
     T5Config(d_model=32).save_pretrained(folder / "encoder-decoder")
     # Weights of another architecture: they would leave this one's at random.
     from safetensors.torch import save_file
@@ -252,6 +255,10 @@ def test_one_line_and_no_traceback(flags, said, inputs):
             "--dataset-name numbers.jsonl: ValueError: no column holds text",
         ),
         pytest.param("03-fsdp", "-m ./missing", "--model-name ./missing: ", marks=pytest.mark.slow),
+        ("03-fsdp", "-m too-large", "--model-name too-large: "),
+        pytest.param(
+            "05-multinode", "-m too-large", "--model-name too-large: ", marks=pytest.mark.slow
+        ),
         ("04-compression", "--shard-size 2", "--shard-size 2: does not divide 3 processes"),
     ],
 )

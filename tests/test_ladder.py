@@ -143,6 +143,7 @@ def test_a_script_imports_no_other_rung(rung):
         "transformers",
         "datasets",
         "numpy",
+        "psutil",
         "filelock",
         "tokenizers",
         "safetensors",

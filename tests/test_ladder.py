@@ -144,6 +144,7 @@ def test_a_script_imports_no_other_rung(rung):
         "datasets",
         "numpy",
         "psutil",
+        "pyarrow",
         "filelock",
         "tokenizers",
         "safetensors",

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import datasets
 import nodes
 import psutil
 import torch
@@ -31,7 +32,7 @@ from bench_common import (
     torchrun,
     write_model,
 )
-from conftest import ROOT, metrics, mutant
+from conftest import ROOT, data_args, load, metrics, mutant
 
 ROUNDS = 5
 THREADS = str(os.cpu_count())
@@ -747,6 +748,29 @@ def waiting():
     head = ["model", "what else runs", *(f"tokens/s, {contender}" for contender in contenders)]
     head += ["rung 01 / default, median", "PASSIVE / default, median"]
     report("waiting", head, rows)
+
+
+def checking():
+    """What it costs to look at every token before the first step, against the tokenizing."""
+    rung = load(RUNG_01)
+    documents = datasets.Dataset.from_dict({"text": list(topics.values()) * 20})
+    rows = []
+    for seq_length in (64, 256, 1024):
+        tokenizing, looking = [], []
+        for _ in range(5):
+            args = data_args("", seq_length)
+            start = time.perf_counter()
+            sequences = rung.pack(documents, ("text",), rung.byte_tokenizer(), args)
+            middle = time.perf_counter()
+            rung.check_sequences(sequences, seq_length, 384)
+            tokenizing.append(middle - start)
+            looking.append(time.perf_counter() - middle)
+        shares = [look / tokenize for look, tokenize in zip(looking, tokenizing, strict=True)]
+        row = [seq_length, f"{len(sequences) * seq_length:,}"]
+        row += [f"{statistics.median(times):.2f}" for times in (tokenizing, looking)]
+        rows.append([*row, f"{statistics.median(shares):.1%}", f"{max(shares):.1%}"])
+    head = ["--seq-length", "tokens", "tokenizing, s", "looking, s", "share, median", "largest"]
+    report("checking", head, rows)
 
 
 def levers():

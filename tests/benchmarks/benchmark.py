@@ -82,6 +82,7 @@ COMMANDS = {
     "checkpoint": bench_speed.checkpoint,
     "recovery": bench_speed.recovery,
     "waiting": bench_speed.waiting,
+    "checking": bench_speed.checking,
     "levers": bench_speed.levers,
     "wire": bench_compression.wire,
     "link": bench_compression.link,

@@ -68,6 +68,8 @@ def contents(folder):
 
 # Random inputs.
 
+KINDS = ("rows", "text", "model", "flags", "flag file", "environment", "checkpoint")
+
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "é", "😀", "\n", "", "\u2028", "<|endoftext|>"]
 ARCHITECTURES = ("llama", "gpt2", "gpt_neox", "qwen2", "mistral", "gemma2", "bert", "gptj", "vit")
 ARCHITECTURES += ("mixtral",)
@@ -93,8 +95,7 @@ class Inputs:
 
     def case(self, work):
         """Returns (kind, rung, processes, flags, variables) of one input."""
-        kinds = ("rows", "text", "model", "flags", "flag file", "environment", "checkpoint")
-        kind = self.draw.choice(kinds)
+        kind = self.draw.choice(KINDS)
         rung, processes = "01-single-gpu", None
         if self.draw.random() < 0.15:
             rung, processes = self.draw.choice(RUNGS[1:]), self.draw.choice((1, 2))
@@ -430,6 +431,31 @@ def check_run(run_dir, curve, counts):
     return newest
 
 
+def write_table():
+    """Writes the last counts of both attacks to outputs/measured/fuzz.md."""
+    lines = ["| attack | tried | how it ended | violations |", "|---|---|---|---|"]
+    for what in ("inputs", "kills"):
+        path = MEASURED / f"fuzz-{what}.json"
+        if not path.exists():
+            continue
+        counts = Counter(json.loads(path.read_text()))
+        if what == "inputs":
+            kinds = ", ".join(f"{kind} {counts[kind]}" for kind in KINDS)
+            tried = f"{counts['inputs']} inputs: {kinds}"
+            ended = (
+                f"{counts['trained']} trained, {counts['refused in one line']} refused in a line"
+            )
+        else:
+            rungs = ", ".join(f"{rung[:2]} {counts[rung]}" for rung in RUNGS[:5])
+            tried = f"{counts['starts']} starts of one run after another: rung {rungs}"
+            stops = (
+                f"{counts['kill -9']} by kill -9, {counts['SIGTERM, SIGINT']} by SIGTERM or SIGINT"
+            )
+            ended = f"{stops}; {counts['runs finished']} runs of {TOTAL} steps finished"
+        lines.append(f"| {what} | {tried} | {ended} | {counts['violations']} |")
+    (MEASURED / "fuzz.md").write_text("\n".join(lines) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -446,8 +472,8 @@ def main():
         counts = attack_kills(args.minutes, args.seed)
     print(dict(counts))
     if args.write:
-        path = MEASURED / f"fuzz-{args.what}.json"
-        path.write_text(json.dumps(counts, indent=1) + "\n")
+        (MEASURED / f"fuzz-{args.what}.json").write_text(json.dumps(counts, indent=1) + "\n")
+        write_table()
     sys.exit(counts["violations"] > 0)
 
 

@@ -196,16 +196,16 @@ def main(args):
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
     steps_per_epoch = len(train_data) // args.global_batch_size
-    counts = (
+    data_size = (
         f"{len(train_data)} sequences of {args.seq_length} tokens and {len(eval_data)} held out"
     )
     if steps_per_epoch == 0 or len(eval_data) == 0:
         name = args.dataset_name
-        fail(f"--global-batch-size {args.global_batch_size}: {name} has only {counts}")
+        fail(f"--global-batch-size {args.global_batch_size}: {name} has only {data_size}")
     total_steps = args.num_epochs * steps_per_epoch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
-    say(f"{args.dataset_name}: {counts}, {total_steps} steps")
+    say(f"{args.dataset_name}: {data_size}, {total_steps} steps")
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).

@@ -119,15 +119,17 @@ def fail(message):
 
 
 @contextlib.contextmanager
-def reading(source):
+def reading(source, but_not=()):
     """Ends the run in one line if what the user has named, such as a file, cannot be read.
 
     `source` is the flag with its value. What is damaged makes the libraries raise errors of any
     type. Only the code that reads it belongs in this block: errors elsewhere are bugs, and of a bug
-    one wants to see the traceback."""
+    one wants to see the traceback. So are errors of a type in `but_not`."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, but_not):
+            raise
         cause = error.__cause__ or ""
         fail(f"{source}: {type(error).__name__}: {error} {cause}")
 
@@ -149,7 +151,7 @@ def say_last(line):
             deadline = time.monotonic() + 600
             while time.monotonic() < deadline:
                 if not torchrun.is_running() or torchrun.status() == psutil.STATUS_ZOMBIE:
-                    os.write(2, f"{line}\n".encode())
+                    os.write(2, f"{line}\n".encode(errors="backslashreplace"))
                     break
                 time.sleep(0.02)
             os._exit(0)
@@ -192,25 +194,34 @@ def lock_run_dir(run_dir, timeout=10):
     Rank 0 locks the file `lock` for as long as it lives. The system releases the lock when the
     process ends, also after kill -9. Whether a second machine sees the lock depends on the file
     system: on NFS it does, on Lustre with the option flock.
-    A process of the same torchrun may be about to end, so it has `timeout` seconds for that."""
+    A process that ends still holds it for a moment, and one of the same torchrun, on a machine that
+    has lost its connection, for as long as `timeout` seconds."""
     if RANK > 0:
         return
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
     lock = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # it stays open
     start = time.monotonic()
+    has_said = False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            holder, _, holder_run_id = os.pread(lock, 1000, 0).decode().partition("\n")
+            text = os.pread(lock, 1000, 0).decode(errors="replace")
+            holder, _, holder_run_id = text.partition("\n")
             holder = holder or "another process"
         except OSError as error:
             say(f"{run_dir} cannot be locked ({error}): start no other run with this name")
             return
-        is_same_run = run_id != "" and holder_run_id == run_id
-        if time.monotonic() > start + (timeout if is_same_run else 10):
-            fail(f"-e {run_dir.name}: {holder} trains in {run_dir}, end it or choose another name")
+        is_same_run = run_id not in ("", "none") and holder_run_id == run_id
+        longest_wait = timeout if is_same_run else 10
+        if not has_said:
+            say(f"{holder} trains in {run_dir}: waiting for {longest_wait:.0f} s")
+            has_said = True
+        if time.monotonic() > start + longest_wait:
+            ways_out = "end it, or choose another name"
+            ways_out += f" (if its machine is gone, remove {run_dir}/lock)"
+            fail(f"-e {run_dir.name}: {holder} trains in {run_dir}: {ways_out}")
         time.sleep(0.1)
 
     os.ftruncate(lock, 0)

@@ -52,6 +52,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
+from huggingface_hub import HfFileSystem
 from logs_and_checkpoints import (
     MEMORY_METRICS,
     CheckpointWriter,
@@ -190,6 +191,7 @@ def main(args):
     with reading(f"--dataset-name {args.dataset_name}"):
         contents = contents_of(args, config, tokenizer, train_data, eval_data)
     check_contents(args, contents)
+    dist.barrier(loading_group)  # to look at all tokens may take long, too
     check_same_on_all_ranks(args, contents)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
@@ -226,7 +228,8 @@ def main(args):
     model_flags = f"--model-name {args.model_name} --attn {args.attn}"
     shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
     with reading(model_flags):
-        check_memory(config, shard_size, torch.device("cpu") if args.cpu_offload else device)
+        state_device = torch.device("cpu") if args.cpu_offload else device
+        check_memory(config, args.attn, shard_size, state_device)
         with torch.device("meta"):
             model = load_model(config, None, args.attn, args.seed)
         files, conversions = find_weights(model, weights)  # before `fully_shard` changes classes
@@ -311,6 +314,7 @@ def main(args):
         fill_from_rank_0(model, full_model, shard_device)
     del full_model
     fill_buffers(model, device)
+    # Not in a block `with reading(...)`: an error may be that of a machine that was lost.
     check_causal(model, args.seq_length, device)
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
@@ -705,9 +709,9 @@ def load_config(name, from_scratch):
 
 
 def disable_dropout(config, name):
-    """Sets dropout to 0: its random numbers would depend on how a batch is split."""
+    """Sets dropout and the like to 0: random numbers would depend on how a batch is split."""
     for key, value in vars(config).items():
-        if value and ("dropout" in key or "pdrop" in key):
+        if value and any(part in key for part in ("dropout", "pdrop", "layerdrop", "jitter")):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
 
@@ -803,8 +807,8 @@ def source_of(name, subset):
 def checksum_of_files(source):
     """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
 
-    Files may be large, so of a file above 64 KiB its length and 16 parts count. Paths of files on
-    the hub have the number of their revision, and so they are enough."""
+    Files may be large, so of a file above 1 MiB its length and 16 parts of 64 KiB count. For files
+    on the hub the number counts that git gives to their content."""
     checksum = 0
     splits = datasets.load_dataset_builder(**source).config.data_files or {}
     for files in splits.values():
@@ -812,11 +816,13 @@ def checksum_of_files(source):
             if Path(path).is_file():
                 with open(path, "rb") as file:
                     length = file.seek(0, os.SEEK_END)
-                    for start in np.linspace(0, max(0, length - 4096), 16, dtype=int):
+                    for start in np.linspace(0, max(0, length - 2**16), 16, dtype=int):
                         file.seek(start)
-                        checksum = zlib.crc32(file.read(4096), checksum)
-                path = str(length)
-            checksum = zlib.crc32(path.encode(), checksum)
+                        checksum = zlib.crc32(file.read(2**16), checksum)
+                content = str(length)
+            else:
+                content = HfFileSystem().info(path)["blob_id"]
+            checksum = zlib.crc32(content.encode(), checksum)
     return checksum
 
 
@@ -919,6 +925,7 @@ def pack(documents, columns, tokenizer, args):
 
     It also has `labels` if they are not the same. Rows that hold tokens are taken as they are."""
     if columns == ("input_ids",):
+        check_labels(documents)
         sequences = documents
     else:
         packer = Packer(columns, tokenizer, args.seq_length, args.train_on_prompt)
@@ -926,6 +933,27 @@ def pack(documents, columns, tokenizer, args):
         sequences = documents.map(packer, batched=True, remove_columns=old_columns)
     columns = [name for name in ("input_ids", "labels") if name in sequences.column_names]
     return sequences.with_format("torch", columns=columns)
+
+
+def check_labels(documents):
+    """Raises ValueError if rows of tokens would train something else, as other programs store them.
+
+    It looks at the first 1000 rows."""
+    rows = documents.with_format("numpy")[:1000]
+    if "labels" not in rows:
+        if "attention_mask" in rows and np.any(np.equal(rows["attention_mask"], 0)):
+            raise ValueError("attention_mask has zeros, for padding: give labels, with -100 there")
+        return
+    input_ids, labels = rows["input_ids"], rows["labels"]
+    if not input_ids.ndim == labels.ndim == 2 or input_ids.shape != labels.shape:
+        return  # `check_sequences` says what is wrong
+    is_target = labels != -100
+    if not is_target.any():
+        raise ValueError("labels has no target in the first 1000 rows, all are -100")
+    is_same = (labels == input_ids) | ~is_target
+    is_next = (labels[:, :-1] == input_ids[:, 1:]) | ~is_target[:, :-1]
+    if is_next.all() and not is_same.all():
+        raise ValueError("labels are shifted by one: they must be as input_ids, or -100")
 
 
 class Packer:
@@ -1074,8 +1102,10 @@ def tokenize_answers(text, answers, tokenizer, **options):
 
 def contents_of(args, config, tokenizer, train_data, eval_data):
     """What the run trains, and on which data, by their content: a dict for the checkpoint."""
-    # What depends on the version of transformers and on paths is left out.
-    left_out = ("transformers_version", "_name_or_path", "architectures", "dtype")
+    # What does not change the training is left out, such as versions and paths.
+    left_out = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
+    left_out += ("id2label", "label2id", "problem_type", "return_dict", "output_attentions")
+    left_out += ("output_hidden_states", "chunk_size_feed_forward", "pretraining_tp")
     config_values = json.loads(config.to_json_string(use_diff=False))
     vocabulary = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
     return {
@@ -1095,7 +1125,8 @@ def check_sequences(data, seq_length, vocab_size):
     for number, table in enumerate(data.iter(batch_size=1000)):
         for name in table.column_names:
             column = table[name].combine_chunks()
-            is_right = hasattr(column, "flatten") and pa.types.is_integer(column.type.value_type)
+            token_type = getattr(column.type, "value_type", None)  # None: these are no lists
+            is_right = token_type is not None and pa.types.is_integer(token_type)
             if is_right:
                 # A row that is null has the length NaN, and a token that is null has the value NaN.
                 lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
@@ -1125,13 +1156,13 @@ def find_mistake(name, rows, first_row, seq_length, vocab_size):
                 raise ValueError(f"row {number} of {name} has {token!r:.50}, {tokens_of_model}")
 
 
-def check_memory(config, num_shards, device):
+def check_memory(config, attn, num_shards, device):
     """Ends the run if a model is too large to be trained here, before it is built.
 
     Its state takes 16 bytes for each parameter: the parameter, its gradient and the two moments of
     Adam, 4 bytes each. A process keeps 1 / num_shards of it. Activations come on top."""
     with torch.device("meta"):  # a model without values, to count the parameters
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = load_model(config, None, attn, 0)
     needed = 16 * model.num_parameters() / num_shards
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -1881,7 +1912,7 @@ def check_same_experiment(args, stored):
     there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
     there = {"train_on_prompt": False, **there}
     for name in {**here, **there}:
-        is_checked_later = name in CONTENT_FLAGS and "contents" in stored
+        is_checked_later = name in CONTENT_FLAGS and "contents" in stored  # in `check_contents`
         if here.get(name) != there.get(name) and not is_checked_later:
             flag = f"--{name.replace('_', '-')} {here.get(name)}"
             fail(f"{flag}: the run in {run_dir_of(args)} has {there.get(name)}")
@@ -1894,6 +1925,9 @@ def check_contents(args, contents):
     there = stored.get("contents", {})  # version 0.1 has none
     for name, value in there.get("config", {}).items():
         here = contents["config"].get(name, value)
+        if isinstance(here, dict) and isinstance(value, dict):
+            # Another version of transformers may have further keys.
+            here = {key: here.get(key, value[key]) for key in value}
         if here != value:
             change = f"{name} is {here}, in the run in {run_dir} it is {value}"
             fail(f"--model-name {args.model_name}: {change}")
@@ -1926,7 +1960,7 @@ def open_run_dir(args):
     try:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
-            lock_run_dir(run_dir, args.timeout)
+            lock_run_dir(run_dir, args.timeout / 2)  # for `timeout` the other ranks wait for this
             (run_dir / "metrics.jsonl").touch()
     except OSError as error:
         fail(f"--save-dir {args.save_dir}: {error}")
@@ -1950,7 +1984,8 @@ def end_with_torchrun():
     """Has this process end when torchrun has, also after kill -9, which lets it tell nobody.
 
     Otherwise the process would go on by itself: nobody reads what it prints, and a second start of
-    the run would find its folder locked."""
+    the run would find its folder locked. The thread looks for as long as the process lives, also
+    while the script waits in a collective."""
 
     def watch():
         while os.getppid() == PARENT:

@@ -62,7 +62,7 @@ def test_a_second_run_with_the_same_name_is_refused(tmp_path):
     wait_for(lambda: list(tmp_path.glob("a/step-????????")), first)
     line = line_of(run("01-single-gpu", 1, *flags, check=False))
     holder = f"process {first.pid} on {socket.gethostname()} trains in {tmp_path}/a"
-    assert line == f"-e a: {holder}, end it or choose another name"
+    assert line.startswith(f"-e a: {holder}: end it, or choose another name (if its machine is ")
     assert first.poll() is None
     end(first)
     metrics(tmp_path / "a")  # no step twice

@@ -239,13 +239,13 @@ def small_config(architecture, **more):
             setattr(config, name, value)
     config.head_dim = 8
     for name in vars(config):
-        if "dropout" in name or "pdrop" in name:
+        if "dropout" in name or "pdrop" in name or "jitter" in name:
             setattr(config, name, 0.0)
     return config
 
 
 CAUSAL = ("llama", "gpt2", "gpt_neox", "mistral", "mixtral", "qwen2_moe", "gemma2", "olmo2", "opt")
-CAUSAL += ("bloom", "mamba", "phi", "mpt", "gptj")
+CAUSAL += ("bloom", "mamba", "phi", "mpt", "gptj", "phimoe")
 NOT_CAUSAL = ("bert", "roberta", "electra", "roformer", "rembert", "megatron-bert", "xlm")
 
 
@@ -325,6 +325,40 @@ def test_wrong_rows_are_named(case, rung_01):
     with pytest.raises(ValueError, match=f"row {first} of {name} ") as raised:
         rung_01.check_sequences(data, 64, 384)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"labels": [[-100] * 8] * 4}, "labels has no target"),
+        ({"labels": [[2, 3, 4, 5, 6, 7, 8, -100]] * 4}, "labels are shifted by one"),
+        ({"attention_mask": [[1] * 7 + [0]] * 4}, "attention_mask has zeros, for padding"),
+        ({"labels": [[-100] * 3 + [4, 5, 6, 7, 8]] * 4}, None),
+        ({"labels": [[1, 2, 3, 4, 5, 6, 7, 8]] * 4}, None),
+        ({"attention_mask": [[1] * 8] * 4}, None),
+        ({"attention_mask": [[1] * 7 + [0]] * 4, "labels": [[1] * 7 + [-100]] * 4}, None),
+        ({"labels": [[1], [2, 3], [4], [5]]}, None),  # `check_sequences` says it
+    ],
+)
+def test_rows_of_other_programs_that_would_train_something_else(columns, said, rung_01):
+    """No value is wrong by itself: padding without a mask in the loss, labels shifted already."""
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5, 6, 7, 8]] * 4, **columns})
+    if said is None:
+        rung_01.check_labels(rows)
+    else:
+        with pytest.raises(ValueError, match=said):
+            rung_01.check_labels(rows)
+
+
+@pytest.mark.law3
+@pytest.mark.parametrize("change", [{"use_cache": False}, {"id2label": {"0": "a", "1": "b"}}])
+def test_a_config_that_changes_nothing_may_change(change, model_folder, tmp_path):
+    """As after an update of the model on the hub, or of transformers."""
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    run("01-single-gpu", 1, *named(tmp_path, "-m", folder, "--max-steps", 2))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    run("01-single-gpu", 1, *named(tmp_path, "-m", folder, "--max-steps", 4))
 
 
 @pytest.mark.slow

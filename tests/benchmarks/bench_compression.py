@@ -335,8 +335,8 @@ def break_even(run_dir, processes):
     On a GPU the backward of a step's last micro-batch, which takes twice its forward, hides that
     much of the sending. Whether it was on a GPU is what this machine would do."""
     run_dir = Path(run_dir)
-    words = [shlex.split(line) for line in (run_dir / "flags.txt").read_text().splitlines()]
-    flags = {flag: values[0] for flag, *values in words if values}
+    words = shlex.split((run_dir / "flags.txt").read_text())
+    flags = dict(word.split("=", 1) for word in words if "=" in word)
     lines = [line for line in metrics(run_dir).values() if line.get("comm/encode_ms")]
     if not lines:
         sys.exit(f"{run_dir}: its log has no time of encoding, so nothing was compressed")

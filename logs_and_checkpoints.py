@@ -37,8 +37,8 @@ from tqdm import tqdm
 from transformers.core_model_loading import revert_weight_conversion
 
 
-def check_variables():
-    """Ends the run if the variables by which torchrun numbers its processes are no numbers."""
+def read_variables():
+    """The numbers that torchrun gives a process, by their variables. Ends the run if one is odd."""
     stop = f"{Path(sys.argv[0]).name}: error: "
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     defaults |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -52,13 +52,14 @@ def check_variables():
         if numbers[rank] >= numbers[size]:
             problem = f"must be below {size}, which is {numbers[size]}"
             sys.exit(f"{stop}{rank}={numbers[rank]}: {problem}; torchrun sets these variables")
+    return numbers
 
 
 # torchrun sets these for each process. Without torchrun there is one process, rank 0 of 1.
-check_variables()
-RANK = int(os.environ.get("RANK", 0))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+VARIABLES = read_variables()
+RANK = VARIABLES["RANK"]
+LOCAL_RANK = VARIABLES["LOCAL_RANK"]
+WORLD_SIZE = VARIABLES["WORLD_SIZE"]
 
 # The stage of the course, which is the name of the script's folder, such as 01-single-gpu.
 STAGE = Path(sys.argv[0]).resolve().parent.name
@@ -270,7 +271,7 @@ class RunLog:
                 if step <= self.last_step:
                     kept[step] = line
         last_logged = max(kept, default=0)
-        if self.last_step - last_logged >= max(1, self.flags["log_freq"]):
+        if self.last_step - last_logged >= self.flags["log_freq"]:
             say(f"metrics.jsonl has no lines between step {last_logged} and step {self.last_step}")
         path.with_suffix(".tmp").write_text("".join(kept.values()))
         path.with_suffix(".tmp").replace(path)
@@ -568,12 +569,10 @@ def load_checkpoint(run_dir, model, optimizer):
     """Loads the newest intact checkpoint. Returns its `values`, {"step": 0} if there is none."""
     if RANK == 0:
         # What a kill has left of a save (.tmp) and of the removal of an old checkpoint (.old).
-        try:
+        with reading(f"--save-dir {run_dir}"):
             for pattern in ("step-????????.tmp", "step-????????.old"):
                 for leftover in run_dir.glob(pattern):
                     remove(leftover)
-        except OSError as error:
-            fail(f"--save-dir {run_dir}: {error}")
 
     folder, values = newest_intact(run_dir)
     if folder is None:
@@ -612,11 +611,9 @@ def newest_intact(run_dir):
         names = ", ".join(damaged)
         say(f"{folder} is damaged ({names}): renamed .damaged, the one before is taken")
         if RANK == 0:
-            try:
+            with reading(f"--save-dir {run_dir}"):
                 remove(folder.with_suffix(".damaged"))
                 folder.rename(folder.with_suffix(".damaged"))
-            except OSError as error:
-                fail(f"--save-dir {run_dir}: {error}")
     return None, None
 
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PARENT = os.getppid()  # the process that has started this one, usually torchrun
+
 # On a CPU, a thread of PyTorch that waits for work keeps its core busy for some time, and then
 # sleeps. By default that is so long that other programs slow the training down to a fraction. This
 # is a thirtieth of the default, on Linux. It must be set before torch is imported.
@@ -52,7 +53,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
-from huggingface_hub import HfFileSystem
 from logs_and_checkpoints import (
     MEMORY_METRICS,
     CheckpointWriter,
@@ -186,6 +186,7 @@ def main(args):
     lock.release()
     dist.barrier(loading_group)
     Path(lock.lock_file).unlink(missing_ok=True)
+
     # Look at every token once. A wrong one would otherwise be found in the middle of the run, or
     # not at all. Checksums are kept for a resume: a name may come to stand for other files.
     with reading(f"--dataset-name {args.dataset_name}"):
@@ -807,22 +808,17 @@ def source_of(name, subset):
 def checksum_of_files(source):
     """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
 
-    Files may be large, so of a file above 1 MiB its length and 16 parts of 64 KiB count. For files
-    on the hub the number counts that git gives to their content."""
+    Files may be large, so of a file above 1 MiB its length and 16 parts of 64 KiB count."""
     checksum = 0
     splits = datasets.load_dataset_builder(**source).config.data_files or {}
     for files in splits.values():
         for path in files:
-            if Path(path).is_file():
-                with open(path, "rb") as file:
-                    length = file.seek(0, os.SEEK_END)
-                    for start in np.linspace(0, max(0, length - 2**16), 16, dtype=int):
-                        file.seek(start)
-                        checksum = zlib.crc32(file.read(2**16), checksum)
-                content = str(length)
-            else:
-                content = HfFileSystem().info(path)["blob_id"]
-            checksum = zlib.crc32(content.encode(), checksum)
+            with open(path, "rb") as file:
+                length = file.seek(0, os.SEEK_END)
+                for start in np.linspace(0, max(0, length - 2**16), 16, dtype=int):
+                    file.seek(start)
+                    checksum = zlib.crc32(file.read(2**16), checksum)
+            checksum = zlib.crc32(str(length).encode(), checksum)
     return checksum
 
 
@@ -946,7 +942,7 @@ def check_labels(documents):
         return
     input_ids, labels = rows["input_ids"], rows["labels"]
     if not input_ids.ndim == labels.ndim == 2 or input_ids.shape != labels.shape:
-        return  # `check_sequences` says what is wrong
+        return  # `checksum_of_tokens` says what is wrong
     is_target = labels != -100
     if not is_target.any():
         raise ValueError("labels has no target in the first 1000 rows, all are -100")
@@ -1111,12 +1107,12 @@ def contents_of(args, config, tokenizer, train_data, eval_data):
     return {
         "config": {k: v for k, v in config_values.items() if k not in left_out},
         "tokenizer": zlib.crc32(json.dumps(vocabulary).encode()),
-        "training data": check_sequences(train_data, args.seq_length, config.vocab_size),
-        "evaluation data": check_sequences(eval_data, args.seq_length, config.vocab_size),
+        "training data": checksum_of_tokens(train_data, args.seq_length, config.vocab_size),
+        "evaluation data": checksum_of_tokens(eval_data, args.seq_length, config.vocab_size),
     }
 
 
-def check_sequences(data, seq_length, vocab_size):
+def checksum_of_tokens(data, seq_length, vocab_size):
     """Returns a CRC-32 checksum of all tokens and labels. Raises ValueError if one is wrong.
 
     A thousand rows at a time, as Arrow stores them: with lists of Python it takes much longer."""
@@ -1142,7 +1138,7 @@ def check_sequences(data, seq_length, vocab_size):
 
 
 def find_mistake(name, rows, first_row, seq_length, vocab_size):
-    """Raises ValueError for the first of the rows that is wrong, see `check_sequences`."""
+    """Raises ValueError for the first of the rows that is wrong, see `checksum_of_tokens`."""
     for number, tokens in enumerate(rows, first_row):
         if not isinstance(tokens, list):
             raise ValueError(f"row {number} of {name} is no list of tokens: {tokens!r:.50}")

@@ -64,6 +64,7 @@ CHANGED = {
         "main": "batches come from streams, whose positions are saved",
         "load_data": "documents that stream",
         "load_splits": "the same",
+        "checksum_of_files": "files on the hub are not read either",
         "contents_of": "the files are not read before the training",
         "parse_args": "its flags",
     },

@@ -762,7 +762,7 @@ def checking():
             start = time.perf_counter()
             sequences = rung.pack(documents, ("text",), rung.byte_tokenizer(), args)
             middle = time.perf_counter()
-            rung.check_sequences(sequences, seq_length, 384)
+            rung.checksum_of_tokens(sequences, seq_length, 384)
             tokenizing.append(middle - start)
             looking.append(time.perf_counter() - middle)
         shares = [look / tokenize for look, tokenize in zip(looking, tokenizing, strict=True)]

@@ -34,12 +34,12 @@ def test_break_even_by_hand():
         (False, [], "2,400"),
         # 16 sequences on each of 2 processes, 2 micro-batches: a backward of 2 * 80 / 2 ms.
         (True, [], "356"),
-        (True, ["--device cpu"], "2,400"),
+        (True, ["--device=cpu"], "2,400"),
     ],
 )
 def test_break_even_of_a_run(tmp_path, monkeypatch, capsys, on_gpu, more, mbit):
     monkeypatch.setattr(bench_compression, "GPU", on_gpu)
-    flags = ["--global-batch-size 32", "--batch-size 8", "--compression int8", "--compile", *more]
+    flags = ["--global-batch-size=32", "--batch-size=8", "--compression=int8", "--compile", *more]
     (tmp_path / "flags.txt").write_text("\n".join(flags) + "\n")
     first = LINE | {"step": 1, "comm/encode_ms": 1000.0}
     lines = [first, LINE, {"step": 5, "eval/loss": 1.0}]
@@ -50,7 +50,7 @@ def test_break_even_of_a_run(tmp_path, monkeypatch, capsys, on_gpu, more, mbit):
 
 
 def test_break_even_of_a_run_that_compressed_nothing(tmp_path):
-    (tmp_path / "flags.txt").write_text("--compression none\n")
+    (tmp_path / "flags.txt").write_text("--compression=none\n")
     (tmp_path / "metrics.jsonl").write_text(json.dumps(LINE | {"comm/encode_ms": 0.0}) + "\n")
     with pytest.raises(SystemExit, match="nothing was compressed"):
         bench_compression.break_even(tmp_path, "2")

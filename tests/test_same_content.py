@@ -448,4 +448,4 @@ def test_a_validation_split_without_the_column(tmp_path):
     (folder / "test.jsonl").write_text('{"other": "x"}\n')
     line = refusal("01-single-gpu", *SMALL, "-d", folder)
     assert line.startswith(f"--dataset-name {folder}: ")
-    assert "has no column text" in line or "column" in line
+    assert "column names don't match" in line

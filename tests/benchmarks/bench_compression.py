@@ -1,5 +1,6 @@
 """Measures rung 04: bytes, slow links, encoding, loss. Controls and what was tried and left out."""
 
+import argparse
 import itertools
 import json
 import math
@@ -335,18 +336,22 @@ def break_even(run_dir, processes):
     On a GPU the backward of a step's last micro-batch, which takes twice its forward, hides that
     much of the sending. Whether it was on a GPU is what this machine would do."""
     run_dir = Path(run_dir)
-    words = shlex.split((run_dir / "flags.txt").read_text())
-    flags = dict(word.split("=", 1) for word in words if "=" in word)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--device")
+    parser.add_argument("--compression")
+    parser.add_argument("--global-batch-size", type=int)
+    parser.add_argument("--batch-size", type=int)
+    flags, others = parser.parse_known_args(shlex.split((run_dir / "flags.txt").read_text()))
     lines = [line for line in metrics(run_dir).values() if line.get("comm/encode_ms")]
     if not lines:
         sys.exit(f"{run_dir}: its log has no time of encoding, so nothing was compressed")
 
     hidden_ms = 0.0
-    if GPU and flags.get("--device") != "cpu":
-        sequences_per_rank = math.ceil(int(flags["--global-batch-size"]) / int(processes))
-        micro_batches = math.ceil(sequences_per_rank / int(flags["--batch-size"]))
+    if GPU and flags.device != "cpu":
+        sequences_per_rank = math.ceil(flags.global_batch_size / int(processes))
+        micro_batches = math.ceil(sequences_per_rank / flags.batch_size)
         hidden_ms = 2 * lines[-1]["time/forward_ms"] / micro_batches
-    say_break_even(flags["--compression"], break_even_mbit(lines[-1], hidden_ms))
+    say_break_even(flags.compression, break_even_mbit(lines[-1], hidden_ms))
 
 
 def encode():

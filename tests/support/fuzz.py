@@ -254,7 +254,8 @@ class Inputs:
             if action == "folder":
                 path.mkdir()
             if action == "link":
-                path.symlink_to(self.draw.choice(("/dev/full", "/dev/null", "nowhere")))
+                # Not /dev/full: what reads it gets zeros without end, until the memory is full.
+                path.symlink_to(self.draw.choice(("/dev/null", "nowhere", ".")))
         return ["--max-steps", "4"], {}
 
 

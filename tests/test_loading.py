@@ -106,6 +106,19 @@ def test_what_is_read_is_what_is_exported(name, rung, processes, saved, tmp_path
     assert not any(info.values())
 
 
+@pytest.mark.parametrize("rung", ["05-multinode", pytest.param("03-fsdp", marks=pytest.mark.slow)])
+def test_checkpoints_of_shards_that_are_read_from_fp32(rung, saved, tmp_path):
+    """Then a shard is a view of what was read, and DCP's copy of it in the background failed."""
+    model = AutoModelForCausalLM.from_pretrained(saved("llama-tied"), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "fp32")
+    more = ("--compression", "none", "--shard-size", 2) if rung == "05-multinode" else ()
+    flags = (*ONE_STEP, "-m", tmp_path / "fp32", *more)
+    run(rung, 2, *flags, "-e", "a", "--save-dir", tmp_path)
+    before, after = tensors(tmp_path / "fp32"), tensors(tmp_path / "a" / "final_model")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
 @pytest.mark.law1
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)

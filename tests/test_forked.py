@@ -110,6 +110,19 @@ def test_a_forked_run_ends_with_all_that_it_started(tmp_path):
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_not_lost(number, tmp_path):
+    """Neither at once nor while the ranks are forked, also if a shell has the server ignore it."""
+    path = tmp_path / "sleep.py"
+    path.write_text("import time\ntime.sleep(3600)")
+    for seconds in (0, 0, 0.02, 0.05, 0.1, 0.2):
+        process = fork(path, 2)
+        time.sleep(seconds)
+        process.send_signal(number)
+        assert finish(process, timeout=300).returncode != 0
+        end(process)
+
+
 def test_what_is_read_at_import_is_not_forked(tmp_path):
     path = tmp_path / "print.py"
     path.write_text("import os\nprint(os.environ['HF_HOME'])")

@@ -34,6 +34,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 # What the scripts import at once, and what they or these packages import late.
@@ -65,6 +66,8 @@ READ_AT_IMPORT = ("CUDA_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH")
 # Seconds that ranks have between SIGTERM and SIGKILL, as with torchrun.
 GRACE = 30
 OUTPUTS = ("stdout", "stderr")
+BEGUN = "begun"  # a file that says that signals are handled
+SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 context = multiprocessing.get_context("forkserver")
 server_environment = {}
@@ -147,6 +150,9 @@ class ForkedRun:
         return self.process.exitcode
 
     def send_signal(self, number):
+        # The fork server ignores SIGINT, and so does what it has just forked.
+        while self.process.exitcode is None and not Path(self.folder.name, BEGUN).exists():
+            time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
             if self.process.exitcode is None:
                 os.kill(self.pid, number)
@@ -174,7 +180,10 @@ def run(path, processes, flags, environment, python_path, cwd, folder):
     """The first process of a run: the script itself, or the launcher of its ranks."""
     # A collection would visit, and so copy, the memory of all that was imported.
     gc.freeze()
+    # A shell that starts pytest in the background has it ignore SIGINT, and so its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
+    Path(folder, BEGUN).touch()
     for descriptor, name in enumerate(OUTPUTS, start=1):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -214,20 +223,24 @@ def launch(path, processes, flags):
         fork.Process(target=worker, args=(path, flags, rank, processes, port, listener))
         for rank in range(processes)
     ]
-    for rank in ranks:
-        rank.start()
-    # The store has threads, so it is created after the forks. Until then the ranks wait in the
-    # queue of the listening socket.
-    from torch.distributed import TCPStore
-
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    store = None
     try:
+        # Python ignores an exception in what it calls around a fork, such as that of Ctrl-C.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        for rank in ranks:
+            rank.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        # The store has threads, so it is created after the forks. Until then the ranks wait in the
+        # queue of the listening socket.
+        from torch.distributed import TCPStore
+
+        store = TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
         running = {rank.sentinel: rank for rank in ranks}
         while running:
             for sentinel in multiprocessing.connection.wait(running):
@@ -251,6 +264,7 @@ def worker(path, flags, rank, processes, port, listener):
     listener.close()
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -353,6 +353,8 @@ def reference(folder, flags):
 
 def attack_kills(minutes, seed, rounds=None):
     """Returns the counts: starts by how they ended, steps, violations."""
+    # A shell that starts this in the background has it ignore SIGINT, and so its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     draw = random.Random(seed)
     counts = Counter()
     flags = (*SMALL, "-e", "a", "--max-steps", TOTAL, "--log-freq", "1", "--lr", "1e-5")

@@ -1010,7 +1010,7 @@ def read_shards(model, name, files, conversions, device):
             fail(f"--model-name {name}: it lacks weights for {key}")
         else:
             # A DTensor is always created on the GPU. With --cpu-offload it must be on the CPU.
-            # What was read may be a view, which a checkpoint could not be made of: so it is copied.
+            # It may be a view of a larger tensor. Rung 05 could not save that, so it is copied.
             shard = parameter.detach().to(device, copy=True)
         owner, _, attribute = key.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))

@@ -12,6 +12,7 @@ import difflib
 import gc
 import glob
 import json
+import logging
 import math
 import os
 import re
@@ -97,6 +98,8 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 transformers.logging.set_verbosity_error()  # hides warnings
+# This hides the warning that a DTensor communicates twice, once for each dimension of the mesh.
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 # In each forward pass transformers checks whether a row holds several sequences, and Python waits
 # until the GPU has the answer. Here it is always no, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None

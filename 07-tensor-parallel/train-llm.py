@@ -141,7 +141,7 @@ PEAK_FLOPS = {
 
 # How to split a layer over the ranks of a group, by what the plans of transformers call it. Inside
 # of attention and MLP a rank has all tokens, but only some heads, or some features. Between them
-# it has all features, but only some tokens: dimension 1 of hidden states, (B, T, hidden size).
+# it has all features, but only some tokens: dimension 1 of the hidden states, (B, T, hidden size).
 SPLIT_TOKENS = {"output_layouts": Shard(1), "use_local_output": False}
 STYLES = {
     # Each rank has some columns of the matrix in y = x W, and so computes some features of y.
@@ -1087,14 +1087,14 @@ def fill_buffers(model, device):
 
 
 def split_layers(model, mesh):
-    """Splits the layers of a model over the ranks of a tensor group. They are those of `mesh`.
+    """Splits the layers of a model over the ranks of a tensor group, those of `mesh`.
 
     Every parameter becomes a DTensor: a tensor that knows how it is split over the ranks. So do the
     hidden states and the logits. An operation on DTensors computes with the parts that the rank
     has, and communicates if these are not enough."""
     plan = find_plan(model, mesh.size())
     styles = {name: STYLES[style] for name, style in plan.items()}
-    modules_around = {name.rpartition(".")[0] for name in plan}  # the attention or the MLP
+    parents = {name.rpartition(".")[0] for name in plan}  # attention and MLP of each block
 
     for name, module in model.named_modules():
         if module is model.get_input_embeddings():
@@ -1103,25 +1103,26 @@ def split_layers(model, mesh):
             styles[name] = RowwiseParallel(input_layouts=Replicate(), **SPLIT_TOKENS)
         elif module is model.get_output_embeddings():
             # Each rank computes the logits of its part of the vocabulary, for all tokens. They are
-            # the largest tensor of a step, so they are never gathered. `main` says how the loss is
-            # computed from them.
+            # the largest tensor of a step, so nothing gathers them: `loss_parallel` computes the
+            # loss from the parts.
             styles[name] = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
-        elif name in modules_around:
+        elif name in parents:
             module.register_forward_pre_hook(gather_tokens, with_kwargs=True)
         elif name not in plan and has_parameters(module):
-            # A norm between them: each rank has the whole weight, and normalizes its tokens. The
-            # gradients of the weight are added up over the ranks.
+            # A norm. Each rank has all of its weight, and normalizes the tokens that the rank has.
+            # The gradients of the weight are added up over the ranks.
             styles[name] = SequenceParallel()
 
     parallelize_module(model, mesh, styles)
-    # Embeddings and output layer may share one weight. Now each has its own DTensor of it.
+    # Embeddings and output layer may share one weight. Each has its own DTensor of it now.
     model.tie_weights()
 
 
 def find_plan(model, size):
-    """How transformers splits the layers in attention and MLP: a dict from name to a key of STYLES.
+    """How to split the layers of attention and MLP: a dict from their names to keys of STYLES.
 
-    Ends the run if there is no plan for this architecture, or if it does not fit."""
+    The plan is that of transformers for the architecture. Ends the run if there is none, or if it
+    does not fit: a layer that is left whole by mistake would train something else."""
     architecture = model.config.model_type
     if not model.tp_plan:
         fail(f"--tensor-size: transformers has no plan to split {architecture}, use 03-fsdp")
@@ -1130,34 +1131,40 @@ def find_plan(model, size):
     if heads % size > 0:
         fail(f"--tensor-size {size}: must divide the {heads} key-value heads of {architecture}")
 
+    # All layers but the first and the last. In the plan a star is the number of a block.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if has_parameters(module) and module not in ends
+    }
     plan = {}
-    for name, module in model.named_modules():
-        # In the plan a star stands for the number of a block.
+    for name in layers:
         style = model.tp_plan.get(re.sub(r"\.\d+\b", ".*", name))
-        if style is not None and module not in ends:
+        if style is not None:
             plan[name] = style
+    parents = {name.rpartition(".")[0] for name in plan}
 
-    modules_around = {name.rpartition(".")[0] for name in plan}
-    for name, module in model.named_modules():
-        if module in ends or not has_parameters(module):
-            continue
+    for name, layer in layers.items():
         style = plan.get(name)
-        is_norm = all(parameter.ndim == 1 for parameter in module.parameters(recurse=False))
-        if style is None and (not is_norm or name.rpartition(".")[0] in modules_around):
-            fail(f"--tensor-size: the plan to split {architecture} leaves out {name}, use 03-fsdp")
-        if style is not None and style not in STYLES:
+        if style is None:
+            # What the plan leaves out must be a norm between attention and MLP.
+            is_vector = all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
+            if not is_vector or name.rpartition(".")[0] in parents:
+                fail(f"--tensor-size: the plan for {architecture} leaves out {name}, use 03-fsdp")
+        elif style not in STYLES:
             fail(f"--tensor-size: {style}, the plan for {name}, is unknown here, use 03-fsdp")
-        features = {"colwise": 0, "rowwise": 1}  # the dimension of the weight, (outputs, inputs)
-        if style in features and module.weight.shape[features[style]] % size > 0:
-            count = module.weight.shape[features[style]]
-            fail(f"--tensor-size {size}: must divide the {count} features of {name}")
+        elif style in ("colwise", "rowwise"):
+            num_outputs, num_inputs = layer.weight.shape
+            num_features = num_outputs if style == "colwise" else num_inputs
+            if num_features % size > 0:
+                fail(f"--tensor-size {size}: must divide the {num_features} features of {name}")
     return plan
 
 
 def has_parameters(module):
     """Whether a module has parameters of its own, not only those of the modules in it."""
-    return any(True for _ in module.parameters(recurse=False))
+    return len(list(module.parameters(recurse=False))) > 0
 
 
 def gather_tokens(module, args, kwargs):

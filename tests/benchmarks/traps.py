@@ -37,6 +37,7 @@ from datasets.distributed import split_dataset_by_node
 from nodes import free_port
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler
 
 MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
@@ -611,6 +612,110 @@ def sharded_init():
     return ["initialisation", "equal in both shards", "equal to rung 01's weights"], rows
 
 
+def split_wrongly(rank, folder):
+    """One of two ranks, which split a small Llama in several ways and compute a gradient."""
+    torch.set_num_threads(1)
+    meeting = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 2}
+    dist.init_process_group("gloo", **meeting)
+    rung = load("07-tensor-parallel")
+    mesh = init_device_mesh("cpu", (2,))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 384, "attention_bias": True}
+    draw = torch.Generator().manual_seed(0)
+    batches = torch.randint(384, (2, 4, 32), generator=draw)
+
+    def build(key_value_heads=2, tied=True):
+        config = transformers.LlamaConfig(
+            **sizes, num_key_value_heads=key_value_heads, tie_word_embeddings=tied
+        )
+        model = rung.load_model(config, None, "auto", 0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):  # they are zero at first, which hides mistakes
+                    torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    def gradients(model, ids):
+        with rung.loss_parallel():
+            targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+            loss = rung.loss_sum(model, ids, targets, rung.sum_cross_entropy)
+            loss.backward()
+        return loss.item(), dict(model.named_parameters(remove_duplicate=False))
+
+    reference = build()
+    exact_loss = tiny()[0].loss_sum(
+        reference,
+        batches[0],
+        torch.nn.functional.pad(batches[0][:, 1:], (0, 1), value=-100),
+        rung.sum_cross_entropy,
+    )
+    exact_loss.backward()
+    exact = {name: p.grad for name, p in reference.named_parameters(remove_duplicate=False)}
+
+    results = {}
+    for way in ("right", "norms", "bias", "untied", "data", "heads"):
+        try:
+            model = build(key_value_heads=1 if way == "heads" else 2)
+            if way == "heads":
+                rung.fail = lambda message: None  # rung 07 ends here
+            rung.split_layers(model, mesh)
+            if way == "bias":
+                for block in model.model.layers:
+                    bias = block.self_attn.o_proj.bias.to_local()
+                    addend = DTensor.from_local(bias, mesh, [Partial()], run_check=False)
+                    block.self_attn.o_proj.bias = torch.nn.Parameter(addend)
+            if way == "untied":
+                model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+            loss, parameters = gradients(model, batches[rank if way == "data" else 0])
+            errors = {}
+            for name, parameter in parameters.items():
+                gradient = parameter.grad
+                is_norm = "norm" in name
+                full = gradient.to_local() if way == "norms" and is_norm else gradient.full_tensor()
+                errors[name] = ((full - exact[name]).norm() / exact[name].norm()).item()
+            worst = max(errors, key=errors.get)
+            wrong = sum(error > 1e-4 for error in errors.values())
+            loss_error = abs(loss / exact_loss.item() - 1)
+            results[way] = [loss_error, wrong, len(errors), worst, errors[worst]]
+        except RuntimeError as error:
+            results[way] = str(error).splitlines()[0]
+    if rank == 0:
+        Path(folder, "results").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def tensor_parallel():
+    """Mistakes in splitting layers over two ranks: loss and gradients against those of one process.
+
+    A Llama of two blocks, with biases in attention and tied embeddings, on four sequences of random
+    tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(split_wrongly, (folder,), nprocs=2)
+        results = json.loads(Path(folder, "results").read_text())
+    names = {
+        "norms": "the gradient of a norm's weight is not added up over the ranks",
+        "bias": "each rank adds the bias of a row-wise layer",
+        "untied": "tied embeddings, whose weight is not tied again after splitting",
+        "data": "the ranks of a group read different sequences",
+        "heads": "one head of keys and values, split over two ranks",
+        "right": "rung 07",
+    }
+    rows = []
+    for way, name in names.items():
+        if isinstance(results[way], str):
+            message = re.sub(r"input of size \d+", "input of ...", results[way])
+            rows.append([name, f"an error: {message}", "–", "–"])
+        else:
+            loss_error, wrong, number, worst, error = results[way]
+            layer = re.sub(r"^model\.|layers\.\d+\.", "", worst)
+            largest = f"{error:.2f} ({layer})" if error > 1e-4 else "< 1e-4"
+            loss_error = f"{loss_error:.4f}" if loss_error > 1e-5 else "< 1e-5"
+            rows.append([name, loss_error, f"{wrong} of {number}", largest])
+    head = ["mistake", "relative error of the loss", "gradients that are wrong"]
+    return [*head, "largest relative error of a gradient"], rows
+
+
 WORKER = """
 import time
 from datetime import timedelta
@@ -691,6 +796,7 @@ TRAPS = {
     "dct-truncation": dct_truncation,
     "elastic-data": elastic_data,
     "sharded-init": sharded_init,
+    "tensor-parallel": tensor_parallel,
     "join": join,
 }
 

@@ -1,0 +1,486 @@
+"""Rung 07: tensor parallelism computes what one process computes, and holds a part of everything."""
+
+import json
+import pickle
+
+import pytest
+import torch
+import transformers
+from conftest import (
+    SMALL,
+    assert_same_curve,
+    exact,
+    metrics,
+    mutant,
+    run,
+)
+from transformers import AutoModelForCausalLM
+
+RUNG = "07-tensor-parallel"
+FIFTY = ("--max-steps", "50", "--dtype", "fp32", *SMALL)
+FEW = (*SMALL, "--max-steps", "3", "--dtype", "fp32")
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+# Architectures whose plan this rung can carry out. Gemma 2 has norms behind attention and MLP,
+# Qwen 3 norms of heads, Starcoder 2 biases everywhere, Cohere one norm for attention and MLP.
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "cohere"]
+ARCHITECTURES += ["starcoder2", "phi", "olmo", "gpt_neox", "nemotron", "arcee", "seed_oss"]
+
+
+def save_config(folder, architecture, **sizes):
+    sizes = SIZES | sizes
+    config = transformers.AutoConfig.for_model(architecture, **sizes)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = 0
+    config.save_pretrained(folder)
+    return folder
+
+
+# Equal curves
+
+
+@pytest.mark.law1
+@pytest.mark.parametrize(
+    ("processes", "tensor_size"),
+    [
+        (4, 2),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        pytest.param(4, 4, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_fifty_steps(curve, processes, tensor_size):
+    """In one dimension and in two. A state of 1/W, as everything is split, but for the norms."""
+    one = curve("01-single-gpu", 1, *FIFTY)
+    split = curve(RUNG, processes, *FIFTY, "--tensor-size", tensor_size)
+    assert_same_curve(one, split, range(1, 51))
+    assert split[50]["eval/loss"] == pytest.approx(one[50]["eval/loss"], rel=1e-5)
+    whole = one[50]["memory/state_gb"]
+    assert split[50]["memory/state_gb"] == pytest.approx(whole / processes, rel=0.05)
+
+
+CASES = {
+    "masked labels": ("--max-steps", "8", "-b", "2"),
+    "a batch that the groups do not divide": ("--global-batch-size", "7", "-b", "3"),
+    "a group that has no sequence": ("--global-batch-size", "1"),
+    "tokens that the ranks do not divide": ("-s", "31", "-b", "3"),
+    "activation checkpointing": ("--activation-checkpointing",),
+    "gathered once": ("--no-reshard-after-forward", "-b", "1"),
+}
+
+
+@pytest.mark.law1
+@pytest.mark.parametrize(
+    "case", [c if c == "masked labels" else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_the_same_curve_in_each_case(curve, masked_data, case, processes):
+    flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", *CASES[case], "--lr", "2e-3")
+    if case == "masked labels":
+        flags += ("-d", masked_data)
+    one = curve("01-single-gpu", 1, *(f for f in flags if f != "--no-reshard-after-forward"))
+    split = curve(RUNG, processes, *flags, "--tensor-size", 2)
+    assert_same_curve(one, split, one)
+
+
+@pytest.mark.law1
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_fifty_steps_with_tied_embeddings(curve, tmp_path, processes):
+    """And with a vocabulary of 385 tokens, which is not divided equally."""
+    folder = save_config(tmp_path / "m", "llama", vocab_size=385, tie_word_embeddings=True)
+    one = curve("01-single-gpu", 1, *FIFTY, "-m", folder)
+    split = curve(RUNG, processes, *FIFTY, "-m", folder, "--tensor-size", 2)
+    assert_same_curve(one, split, range(1, 51))
+
+
+@pytest.mark.slow
+def test_bf16_trains_as_in_rung_03(curve):
+    """Sums are in another order, so the curves differ by the precision of bf16."""
+    flags = (*SMALL, "--max-steps", "20", "--dtype", "bf16")
+    three = curve("03-fsdp", 2, *flags)
+    for processes in (2, 4):
+        split = curve(RUNG, processes, *flags, "--tensor-size", 2)
+        for step in three:
+            expected = pytest.approx(three[step]["train/loss"], rel=0.01)
+            assert split[step]["train/loss"] == expected
+
+
+@pytest.mark.law1
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_compiled_as_eager(curve, processes):
+    """Gradients of the embeddings included: a prototype lost them, and nothing was raised."""
+    flags = (*SMALL, "--max-steps", "6", "-b", "3", "--dtype", "fp32", "--tensor-size", 2)
+    eager = curve(RUNG, processes, *flags, "--eval-freq", 3)
+    compiled = curve(RUNG, processes, *flags, "--eval-freq", 3, "--compile")
+    assert_same_curve(eager, compiled, range(1, 7))
+    assert compiled[6]["eval/loss"] == pytest.approx(eager[6]["eval/loss"], rel=1e-5)
+
+
+# Gradients of each parameter
+
+DUMP = """
+            import pickle
+            full = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                gradient = parameter.grad
+                if hasattr(gradient, "full_tensor"):
+                    gradient = gradient.full_tensor()
+                full[name] = gradient.clone()
+            if step == 1 and int(os.environ.get("RANK", 0)) == 0:
+                Path("{TO}").write_bytes(pickle.dumps(full))
+"""
+# At the end of a backward pass, inside of the loop over micro-batches.
+PLACE = '            log.lap("backward")\n'
+
+
+def gradients(folder, rung, processes, *flags):
+    """The gradients of the first step by name, computed by a rung. The last micro-batch's count."""
+    edit = (PLACE, PLACE + DUMP.replace("{TO}", str(folder / f"{rung}.pickle")))
+    run(rung, processes, *flags, path=mutant(folder / rung, rung, edit))
+    return pickle.loads((folder / f"{rung}.pickle").read_bytes())
+
+
+QUICK = ("llama", "qwen3")
+
+
+@pytest.mark.law1
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "architecture",
+    [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES],
+)
+def test_every_gradient_is_that_of_one_process(tmp_path, architecture, tied):
+    """Also of the biases and norms, whose gradients are sums over the ranks."""
+    model = save_config(tmp_path / "m", architecture, tie_word_embeddings=tied)
+    flags = ("-s", "32", "--global-batch-size", "4", "-b", "2", "--max-steps", "1", "-m", model)
+    one = gradients(tmp_path, "01-single-gpu", 1, *flags, "--eval-sequences", 2)
+    split = gradients(tmp_path, RUNG, 4, *flags, "--eval-sequences", 2, "--tensor-size", 2)
+    assert split.keys() == one.keys()
+    assert any("norm" in name for name in one)
+    largest = max(gradient.norm() for gradient in one.values())
+    for name, gradient in one.items():
+        error = (split[name] - gradient).norm()
+        assert error <= 2e-5 * gradient.norm() + 1e-7 * largest, name
+
+
+MUTANTS = {
+    "ranks of a group read different sequences": [
+        ("mesh.get_local_rank(), mesh.size()", "dist.get_rank(), dist.get_world_size()")
+    ],
+    "embeddings untied": [("    model.tie_weights()\n\n\ndef find_plan", "\n\ndef find_plan")],
+    "groups not added up": [("loss * world_size / num_targets", "loss / num_targets")],
+    "loss not reduced": [("            dist.all_reduce(step_loss)", "            pass")],
+}
+
+
+@pytest.mark.law1
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_line_is_noticed(curve, tmp_path, name):
+    folder = save_config(tmp_path / "m", "llama", tie_word_embeddings=True)
+    flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "-m", folder, "--lr", "2e-3")
+    one = curve("01-single-gpu", 1, *flags)
+    path = mutant(tmp_path / "mutant", RUNG, *MUTANTS[name])
+    named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1, "--tensor-size", 2)
+    run(RUNG, 4, *flags, *named, path=path)
+    with pytest.raises(AssertionError):
+        assert_same_curve(one, metrics(tmp_path / "a"), one)
+
+
+# What a rank holds and sends
+
+WATCH = """
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from collections import Counter
+
+class Watch(TorchDispatchMode):
+    largest = 0
+    calls = Counter()
+    elements = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
+            return NotImplemented  # its parts come here one by one
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                Watch.largest = max(Watch.largest, value.numel())
+        name = str(function)
+        if name.startswith("_c10d_functional") and "wait" not in name:
+            name = name.split(".")[1]
+            Watch.calls[name] += 1
+            Watch.elements[name] += max(args[0].numel(), result.numel())
+        return result
+
+saved = {}
+
+def pack(tensor):
+    value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    value = value.wait() if isinstance(value, AsyncCollectiveTensor) else value
+    if not isinstance(value, torch.nn.Parameter):
+        storage = value.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+    return tensor
+
+"""
+BEGIN = "@record  # torchrun"
+FORWARD = "            loss = loss_sum(model, input_ids, targets, cross_entropy)\n"
+HOOKED = """
+            held = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            saved.clear()
+            with held:
+                loss = loss_sum(model, input_ids, targets, cross_entropy)
+"""
+STEP = '        log.lap("data")\n'
+END = "        # Update. The gradients are clipped"
+LAST = "    log.sample(tokenizer"
+SAY = """
+    facts = {"largest": Watch.largest, "calls": Watch.calls, "elements": Watch.elements}
+    say("FACTS" + json.dumps(facts | {"saved": sum(saved.values())}))
+"""
+
+
+def watched(folder, processes, *flags, edits=()):
+    """What one step of rung 07 holds and sends, as rank 0 sees it."""
+    # Rung 01 has the same step, so with one process its numbers are those of --tensor-size 1.
+    edits = [
+        (BEGIN, WATCH + "\n" + BEGIN),
+        (FORWARD, HOOKED),
+        (STEP, STEP + "        watch = Watch()\n        watch.__enter__()\n"),
+        (END, "        watch.__exit__(None, None, None)\n" + END),
+        (LAST, SAY + LAST),
+        *edits,
+    ]
+    path = mutant(folder, RUNG, *edits)
+    flags = ("--max-steps", 1, "--eval-sequences", 2, "--tensor-size", processes, *flags)
+    out = run(RUNG, processes, *flags, path=path).out
+    return json.loads(out.split("FACTS")[1].splitlines()[0])
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_no_rank_holds_the_logits_of_the_whole_vocabulary(tmp_path, processes, tied):
+    """The largest tensor of a step is a part of them: B × T × V / n."""
+    sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
+    folder = save_config(tmp_path / "m", "llama", **sizes, tie_word_embeddings=tied)
+    facts = watched(tmp_path, processes, "-m", folder, *("-s", 64, "--global-batch-size", 4))
+    assert facts["largest"] == 4 * 64 * 4096 / processes
+
+
+def test_the_count_sees_logits_that_are_gathered(tmp_path):
+    sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
+    folder = save_config(tmp_path / "m", "llama", **sizes)
+    edit = ("return cross_entropy(logits, targets).to", "return cross_entropy(whole, targets).to")
+    gather = ("    # The result is a DTensor as well.", "    whole = logits.redistribute(")
+    gather = (gather[0], gather[1] + "placements=[Replicate()])\n" + gather[0])
+    flags = ("-m", folder, "-s", 64, "--global-batch-size", 4)
+    facts = watched(tmp_path, 2, *flags, edits=[edit, gather])
+    assert facts["largest"] >= 4 * 64 * 4096
+
+
+LAYERS = (2, 3)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_collectives_of_a_micro_batch(tmp_path, processes):
+    """4 L + 2 all-gathers and as many reduce-scatters of the hidden states, (B, T, H): for the
+    attention and the MLP of each of L blocks, forward and backward, and for both ends."""
+    for layers in LAYERS:
+        folder = save_config(tmp_path / f"m{layers}", "llama", num_hidden_layers=layers)
+        flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+        facts = watched(tmp_path / str(layers), processes, *flags)
+        calls, elements = facts["calls"], facts["elements"]
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            assert calls[name] == 4 * layers + 2
+            assert elements[name] == (4 * layers + 2) * 4 * 64 * SIZES["hidden_size"]
+        # Of the loss: largest logit, sum of exponentials, logit of the target, each (B, T). And
+        # the gradients of the norms' weights.
+        norms = 2 * layers + 1
+        assert calls["all_reduce"] == 3 + norms
+        assert elements["all_reduce"] == 3 * 4 * 64 + norms * SIZES["hidden_size"]
+
+
+def test_attention_and_mlp_gather_their_input_once(tmp_path):
+    """Without the hook each layer gathers for itself, and keeps what it has gathered."""
+    folder = save_config(tmp_path / "m", "llama")
+    flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+    hook = "            module.register_forward_pre_hook(gather_tokens, with_kwargs=True)\n"
+    layouts = (
+        '    "colwise": ColwiseParallel(),',
+        '    "colwise": ColwiseParallel(input_layouts=Shard(1)),',
+    )
+    shared = watched(tmp_path / "shared", 2, *flags)
+    separate = watched(
+        tmp_path / "separate", 2, *flags, edits=[(hook, "            pass\n"), layouts]
+    )
+    name = "all_gather_into_tensor"
+    assert separate["calls"][name] > 1.5 * shared["calls"][name]
+    assert separate["saved"] > shared["saved"]
+
+
+def test_activations_between_layers_are_split_by_tokens_within_by_features(tmp_path):
+    """A block keeps 2 H elements of each token, what attention and MLP have gathered, and of the
+    others 1 / n. Measured as what one more block keeps for the backward pass."""
+    kept = {}
+    for processes in (1, 2, 4):
+        saved = []
+        for layers in LAYERS:
+            folder = save_config(tmp_path / f"m{layers}", "llama", num_hidden_layers=layers)
+            flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+            facts = watched(tmp_path / f"{processes}-{layers}", processes, *flags)
+            saved.append(facts["saved"])
+        kept[processes] = (saved[1] - saved[0]) / (4 * 4 * 64)
+    gathered = 2 * SIZES["hidden_size"]
+    for processes in (2, 4):
+        expected = gathered + (kept[1] - gathered) / processes
+        assert kept[processes] == pytest.approx(expected, rel=0.02), kept
+
+
+# Checkpoints
+
+STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant_with_warmup")
+STEADY += ("--warmup-steps", "5")
+WALK = [
+    ("01-single-gpu", 1, ()),
+    (RUNG, 4, ("--tensor-size", 2)),
+    ("03-fsdp", 2, ()),
+    (RUNG, 4, ("--tensor-size", 4)),
+    (RUNG, 2, ("--tensor-size", 1)),
+    ("05-multinode", 2, ()),
+    (RUNG, 2, ("--tensor-size", 2)),
+    ("01-single-gpu", 1, ()),
+]
+SHORT_WALK = [WALK[0], WALK[1], WALK[6], WALK[0]]
+
+
+@pytest.mark.law3
+@pytest.mark.parametrize("walk", [SHORT_WALK, pytest.param(WALK, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny",
+        pytest.param("tied", marks=pytest.mark.slow),
+        pytest.param("qwen3", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_changes_its_tensor_size(walk, name, curve, tmp_path):
+    """Three steps on each. The curve is that of rung 01, and so is the model at the end."""
+    model = ()
+    if name != "tiny":
+        architecture = "llama" if name == "tied" else name
+        sizes = {"vocab_size": 385, "tie_word_embeddings": name == "tied"}
+        model = ("-m", save_config(tmp_path / "m", architecture, **sizes))
+    named = ("-e", "a", "--save-dir", tmp_path)
+    for number, (rung, processes, more) in enumerate(walk):
+        flags = (*exact(rung, processes), *STEADY, *model, *named, *more)
+        out = run(rung, processes, *flags, "--max-steps", 3 + 3 * number).out
+        assert (f"resumed from {tmp_path}/a/step-{3 * number:08d}" in out) == (number > 0)
+    resumed = metrics(tmp_path / "a")
+    assert list(resumed) == list(range(1, 3 * len(walk) + 1))
+    assert_same_curve(
+        curve("01-single-gpu", 1, *STEADY, *model, "--max-steps", 24), resumed, resumed
+    )
+
+
+@pytest.mark.law3
+def test_the_export_is_the_trained_model(tmp_path):
+    """`from_pretrained` opens it, and its logits are those of the same run on one process."""
+    tokens = torch.arange(32)[None] * 7 % 384
+    logits = {}
+    flags = (*FEW, "--save-dir", tmp_path)
+    for rung, processes, more in (("01-single-gpu", 1, ()), (RUNG, 4, ("--tensor-size", 2))):
+        run(rung, processes, *flags, "-e", rung, *more)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / rung / "final_model")
+        logits[rung] = model(tokens).logits
+    assert torch.allclose(logits["01-single-gpu"], logits[RUNG], atol=1e-5)
+
+
+@pytest.mark.law1
+def test_pretrained_weights_are_read_in_parts(curve, tmp_path):
+    """Each rank reads its part of each file. bf16 weights of a tied Qwen 3, as a hub has them."""
+    config = transformers.AutoConfig.from_pretrained(
+        save_config(tmp_path / "c", "qwen3", vocab_size=385, tie_word_embeddings=True)
+    )
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
+    one = curve("01-single-gpu", 1, *FEW, "-m", tmp_path / "m")
+    split = curve(RUNG, 4, *FEW, "-m", tmp_path / "m", "--tensor-size", 2)
+    assert_same_curve(one, split, range(1, 4))
+
+
+# fp16
+
+OVERFLOW = """        if step == 2 and dist.get_rank() == 1:
+            next(model.parameters()).grad.to_local().view(-1)[0] = torch.inf
+        def checksum():
+            return sum(p.to_local().double().sum().item() for p in model.parameters())
+        before = checksum()
+        scaler.unscale_(optimizer)
+"""
+OVERFLOWED = """        scaler.update()
+        changed = [None] * world_size
+        dist.all_gather_object(changed, checksum() != before)
+        say(f"CHANGED {step} {changed} {scaler.get_scale()}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "tensor_size"), [(4, 2), (4, 4)])
+def test_an_overflow_of_fp16_on_one_rank_skips_the_step_on_all(tmp_path, processes, tensor_size):
+    """On a CPU fp16 is refused, because its scaling is for a GPU: here the refusal is taken out."""
+    edits = [
+        ('    if args.dtype == "fp16" and not gpu:\n', "    if False:\n"),
+        ("        scaler.unscale_(optimizer)\n", OVERFLOW),
+        ("        scaler.update()\n", OVERFLOWED),
+        ("GradScaler(device.type, ", "GradScaler(device.type, init_scale=256.0, "),
+    ]
+    path = mutant(tmp_path, RUNG, *edits)
+    flags = (*SMALL, "--max-steps", "3", "--dtype", "fp16", "--tensor-size", tensor_size)
+    out = run(RUNG, processes, *flags, path=path).out
+    lines = [line.split("CHANGED ")[1] for line in out.splitlines() if "CHANGED" in line]
+    every = [[True] * processes, [False] * processes, [True] * processes]
+    assert lines == [f"{i + 1} {every[i]} {scale}" for i, scale in enumerate((256.0, 128.0, 128.0))]
+
+
+# Bad input
+
+REFUSED = [
+    ("gpt2", {}, 2, "--tensor-size: transformers has no plan to split gpt2, use 03-fsdp"),
+    ("olmo2", {}, 2, "colwise_gather_output, the plan for model.layers.0.self_attn.q_proj"),
+    ("mixtral", {}, 2, "is unknown here, use 03-fsdp"),
+    ("llama", {"num_key_value_heads": 1}, 2, "--tensor-size 2: must divide the 1 key-value heads"),
+    ("llama", {"intermediate_size": 127}, 2, "must divide the 127 features of model.layers.0.mlp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "processes", "message"),
+    [REFUSED[0], REFUSED[3], *[pytest.param(*r, marks=pytest.mark.slow) for r in REFUSED]],
+)
+def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, processes, message):
+    folder = save_config(tmp_path / "m", architecture, **sizes)
+    result = run(RUNG, processes, *FEW, "-m", folder, check=False)
+    assert result.returncode != 0
+    [line] = result.errors
+    assert message in line
+    assert "Traceback" not in result.err
+
+
+def test_processes_that_do_not_form_whole_groups():
+    result = run(RUNG, 2, *FEW, "--tensor-size", 3, check=False)
+    assert result.errors == ["train-llm.py: error: --tensor-size 3: does not divide 2 processes"]
+
+
+def test_the_default_is_the_processes_of_a_machine():
+    out = run(RUNG, 2, *SMALL, "--max-steps", "1").out
+    assert "1 tensor group(s) of 2 rank(s)" in out

@@ -278,6 +278,9 @@ def main(args):
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         cross_entropy = torch.compile(sum_cross_entropy, dynamic=False)
+        # PyTorch keeps compiled code for later runs. Where DTensors are compiled, one rank may get
+        # the code of another (pytorch#188390), and compute the loss of the wrong tokens.
+        torch._functorch.config.enable_autograd_cache = False
 
     # Activation checkpointing keeps only the input of each block. In the backward pass it computes
     # the other activations a second time. No block draws random numbers, as dropout is 0, so the
@@ -410,10 +413,11 @@ def main(args):
             # Divide by the number of targets in the whole global batch, not in the micro-batch: so
             # every target has the same weight, also if micro-batches have more or fewer of them,
             # and the result does not depend on --batch-size.
-            # `num_targets` counts the targets of all ranks, so each target counts tensor_size
-            # times: once for each rank of its group. The gradients of the groups must be added up.
-            # They are averaged: times num_groups, the mean is the sum. Both together are
-            # world_size / num_targets.
+            # All ranks of a tensor group count the same targets: `num_targets` is tensor_size times
+            # too large. But FSDP averages over groups only, of which there are tensor_size times
+            # fewer than ranks. The two cancel out, so this is as in rung 03.
+            # `num_targets` counts the targets of all ranks, so the gradients of the ranks must be
+            # added up. They are averaged: times world_size, the mean is the sum.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 
@@ -432,7 +436,7 @@ def main(args):
         # done only in the steps that are logged.
         metrics = {}
         if step == 1 or step % args.log_freq == 0 or step == total_steps:
-            dist.all_reduce(step_loss)  # tensor_size times the loss, as `num_targets`
+            dist.all_reduce(step_loss)  # tensor_size times too large, as `num_targets`
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
             grad_norm = grad_norm.full_tensor()  # a DTensor: this combines the norms of all shards

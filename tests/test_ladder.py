@@ -30,6 +30,13 @@ NEW = {
         "stop_restarts",
     ],
     "06-streaming": ["Streams", "Reader", "check_streams"],
+    "07-tensor-parallel": [
+        "split_layers",
+        "find_plan",
+        "has_parameters",
+        "gather_tokens",
+        "check_tensor_size",
+    ],
 }
 # Functions that a rung does not need any more.
 DROPPED = {"06-streaming": ["pack", "check_labels"]}
@@ -67,6 +74,15 @@ CHANGED = {
         "checksum_of_files": "files on the hub are not read either",
         "contents_of": "the files are not read before the training",
         "parse_args": "its flags",
+    },
+    "07-tensor-parallel": {
+        "main": "the mesh of tensor groups, the layers split",
+        "share_of_rank": "the ranks of a group read the same sequences",
+        "make_micro_batches": "the same",
+        "evaluate": "the same",
+        "loss_sum": "the logits are split",
+        "sample": "the same",
+        "parse_args": "--tensor-size",
     },
 }
 

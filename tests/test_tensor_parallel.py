@@ -112,15 +112,51 @@ def test_bf16_trains_as_in_rung_03(curve):
             assert split[step]["train/loss"] == expected
 
 
+def compiled_twice(folder, path, processes, *flags):
+    """The curves of two compiled runs, the second with a cache of what the first has compiled."""
+    curves = []
+    for name in ("cold", "warm"):
+        named = ("-e", name, "--save-dir", folder, "--log-freq", 1, "--compile")
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+        run(RUNG, processes, *flags, *named, path=path, **cache)
+        curves.append(metrics(folder / name))
+    return curves
+
+
+# Micro-batches of 3, 3 and 2 sequences, and an evaluation between the steps.
+UNEVEN = (*SMALL, "--max-steps", "4", "-b", "3", "--eval-freq", "2", "--dtype", "fp32")
+CACHE = "        torch._functorch.config.enable_autograd_cache = False\n"
+
+
 @pytest.mark.law1
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_compiled_as_eager(curve, processes):
+@pytest.mark.parametrize(
+    ("processes", "more"),
+    [
+        (2, ()),
+        pytest.param(4, (), marks=pytest.mark.slow),
+        pytest.param(2, ("-s", "31"), marks=pytest.mark.slow),
+        pytest.param(2, ("--activation-checkpointing",), marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_as_eager(curve, tmp_path, processes, more):
     """Gradients of the embeddings included: a prototype lost them, and nothing was raised."""
-    flags = (*SMALL, "--max-steps", "6", "-b", "3", "--dtype", "fp32", "--tensor-size", 2)
-    eager = curve(RUNG, processes, *flags, "--eval-freq", 3)
-    compiled = curve(RUNG, processes, *flags, "--eval-freq", 3, "--compile")
-    assert_same_curve(eager, compiled, range(1, 7))
-    assert compiled[6]["eval/loss"] == pytest.approx(eager[6]["eval/loss"], rel=1e-5)
+    flags = (*UNEVEN, *more, "--tensor-size", 2)
+    eager = curve(RUNG, processes, *flags)
+    for compiled in compiled_twice(tmp_path, None, processes, *flags):
+        assert_same_curve(eager, compiled, range(1, 5))
+        assert compiled[4]["eval/loss"] == pytest.approx(eager[4]["eval/loss"], rel=1e-5)
+
+
+@pytest.mark.law1
+@pytest.mark.slow
+def test_the_comparison_sees_the_code_of_another_rank(curve, tmp_path):
+    """With PyTorch's cache a rank gets the code of another, and trains something else. If this
+    fails, pytorch#188390 is mended, and the line in the script may go."""
+    flags = (*UNEVEN, "--tensor-size", 2)
+    path = mutant(tmp_path / "mutant", RUNG, (CACHE, ""))
+    _, warm = compiled_twice(tmp_path, path, 2, *flags)
+    with pytest.raises(AssertionError):
+        assert_same_curve(curve(RUNG, 2, *flags), warm, range(1, 5))
 
 
 # Gradients of each parameter
@@ -147,14 +183,17 @@ def gradients(folder, rung, processes, *flags):
     return pickle.loads((folder / f"{rung}.pickle").read_bytes())
 
 
-QUICK = ("llama", "qwen3")
+QUICK = [("llama", True), ("qwen3", False)]
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "architecture",
-    [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ARCHITECTURES],
+    ("architecture", "tied"),
+    [
+        pytest.param(name, tied, marks=[] if (name, tied) in QUICK else [pytest.mark.slow])
+        for name in ARCHITECTURES
+        for tied in (True, False)
+    ],
 )
 def test_every_gradient_is_that_of_one_process(tmp_path, architecture, tied):
     """Also of the biases and norms, whose gradients are sums over the ranks."""
@@ -271,7 +310,7 @@ def watched(folder, processes, *flags, edits=()):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_no_rank_holds_the_logits_of_the_whole_vocabulary(tmp_path, processes, tied):
     """The largest tensor of a step is a part of them: B × T × V / n."""
     sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
@@ -475,7 +514,6 @@ def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, pr
     assert result.returncode != 0
     [line] = result.errors
     assert message in line
-    assert "Traceback" not in result.err
 
 
 def test_processes_that_do_not_form_whole_groups():

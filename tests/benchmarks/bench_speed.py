@@ -27,6 +27,7 @@ from bench_common import (
     RUNG_04,
     RUNG_05,
     RUNG_06,
+    RUNG_07,
     environment,
     report,
     torchrun,
@@ -320,10 +321,10 @@ def accumulation():
     report("accumulation", head, rows)
 
 
-def run_and_count(how, rung, patch, *more, **variables):
-    """Two processes in a network namespace of their own: the log, and bytes that a rank sent."""
+def run_and_count(how, rung, patch, *more, processes=2, **variables):
+    """Processes in a network namespace of their own: the log, and bytes that a rank sent."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = ["--master-addr", "127.0.0.1", "--nproc-per-node", 2]
+        launch = ["--master-addr", "127.0.0.1", "--nproc-per-node", processes]
         command = torchrun(launch, rung, patch, [*flags_of(how, "run", folder), *more])
         inside = 'ip link set lo up; "$@"; code=$?; grep lo: /proc/net/dev; exit $code'
         run = subprocess.run(
@@ -334,7 +335,59 @@ def run_and_count(how, rung, patch, *more, **variables):
             text=True,
         )
         received = int(run.stdout.split("lo:")[-1].split()[0])
-        return list(metrics(Path(folder, "run")).values()), received / 2
+        return list(metrics(Path(folder, "run")).values()), received / processes
+
+
+def tensor():
+    """Rung 07 on 4 processes, split in three ways. The tokens of a step are the same.
+
+    A tensor group of n ranks takes a micro-batch n times as large as one rank alone, so that each
+    way has one micro-batch in a step. What 7 steps send more than 3 is for 4 steps."""
+    rows, losses = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M") | {"global_batch_size": 8, "warm": 1}
+        config = transformers.AutoConfig.from_pretrained(how["model"])
+        for tensor_size in (1, 2, 4):
+            how["batch_size"] = 2 * tensor_size
+            more = ("--tensor-size", str(tensor_size))
+            _, sent_by_3 = run_and_count(how | {"steps": 3}, RUNG_07, None, *more, processes=4)
+            lines, sent_by_7 = run_and_count(how | {"steps": 7}, RUNG_07, None, *more, processes=4)
+            losses.append({line["step"]: line["train/loss"] for line in lines})
+            must_agree({"losses": losses[0]}, list(losses[-1].values()))
+            ms = statistics.median(line["time/total_ms"] for line in lines[2:])
+            tokens = how["global_batch_size"] * how["seq_length"]
+            row = [f"{4 // tensor_size}, {tensor_size}", f"{1000 * tokens / ms:,.0f}"]
+            row.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
+            row.append(f"{(sent_by_7 - sent_by_3) / 4e6:.1f}")
+            for count in sent_by_formula(config, 4, tensor_size, how["batch_size"], how):
+                row.append(f"{count / 1e6:.1f}")
+            rows.append(row)
+            print(row, flush=True)
+    head = ["(shard, tensor), 25.3 M parameters", "tokens/s", "state of a rank, MB"]
+    head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB", "tensor parallelism, MB"]
+    report("tensor", head, rows)
+
+
+def sent_by_formula(config, processes, tensor_size, batch_size, how):
+    """Bytes that a rank sends in a step of one micro-batch, fp32: by FSDP, and by the layers.
+
+    Gloo carries a reduce-scatter out as an all-reduce, which sends twice as much."""
+    groups = processes // tensor_size
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    in_blocks = sum(p.numel() for p in model.model.layers.parameters())
+    outside = model.num_parameters() - in_blocks
+    # All-gathers, of blocks in the forward and the backward pass, and a reduce-scatter.
+    gathered_and_reduced = (2 + 2) * in_blocks + (1 + 2) * outside
+    by_fsdp = 4 * (groups - 1) / groups * gathered_and_reduced / tensor_size
+
+    tokens = batch_size * how["seq_length"]
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    all_gathers = (4 * layers + 2) * tokens * hidden
+    reduce_scatters = 2 * all_gathers
+    all_reduces = 2 * (3 * tokens + (2 * layers + 1) * hidden)  # of the loss, of norms
+    share = (tensor_size - 1) / tensor_size
+    return by_fsdp, 4 * share * (all_gathers + reduce_scatters + all_reduces)
 
 
 def peaks(module, _):

@@ -10,6 +10,7 @@ Timings are ratios within one command on one machine, contenders in turn.
     world       rungs 02 and 03 with one process, against rung 01
     memory      state of a rank in rungs 02 and 03
     accumulation  memory, traffic and speed with 1, 2 and 4 micro-batches in a step
+    tensor      rung 07 with one to four ranks in a tensor group
     loading     memory and time to load and to export a pretrained model of 1 GB
     start       start to first step, against imports and loading
     timers      what timers and log cost of a step
@@ -29,7 +30,7 @@ Timings are ratios within one command on one machine, contenders in turn.
                                the log of a run of rung 04: its folder and number of processes
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link` and `picture` need Linux, root,
-and `ip` and `tc` (Debian: iproute2), `accumulation` Linux and `ip`.
+and `ip` and `tc` (Debian: iproute2), `accumulation` and `tensor` Linux and `ip`.
 """
 
 import sys
@@ -76,6 +77,7 @@ COMMANDS = {
     "world": bench_speed.world_of_one,
     "memory": bench_speed.memory,
     "accumulation": bench_speed.accumulation,
+    "tensor": bench_speed.tensor,
     "loading": bench_speed.loading,
     "start": bench_speed.start,
     "timers": bench_speed.timers,

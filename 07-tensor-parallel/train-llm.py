@@ -1174,7 +1174,8 @@ def has_parameters(module):
 def gather_tokens(module, args, kwargs):
     """Gathers the hidden states of all tokens, before the forward pass of an attention or MLP.
 
-    Several layers have them as their input. If each gathered them, there would be several copies.
+    Several layers have them as their input. If each gathered them, they would be sent again and
+    again.
     A hook of PyTorch: it returns the arguments of the forward pass."""
 
     def gather(value):

@@ -11,7 +11,7 @@ pytestmark = [
 ]
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
 RUNGS = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
-RUNGS += [("05-multinode", 1)]
+RUNGS += [("05-multinode", 1), ("07-tensor-parallel", 1)]
 
 
 @pytest.mark.law1

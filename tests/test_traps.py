@@ -21,6 +21,7 @@ SCRIPT = ROOT / "tests" / "benchmarks" / "traps.py"
 ON_DEFAULT_DATA = ("bf16-parameters", "initialisation", "optimizer-restored")
 # These take longer than the others, and are left to the slow tests.
 LONG = ("bf16-parameters", "initialisation", "kill-during-save", "sharded-init", "join")
+LONG += ("tensor-parallel",)
 # Of the text of Python 3.11.7.
 CRC = 3328411364
 SAME_TEXT = zlib.crc32("".join(topics.values()).encode()) == CRC
@@ -179,6 +180,18 @@ def test_sharded_init(tmp_path):
     assert same[0] == 100 and same[1] < 60
     assert own == [0, 0]
     assert dealt == [0, 100]
+
+
+@pytest.mark.slow
+def test_tensor_parallel(tmp_path):
+    """Each mistake gives wrong gradients, or raises an error. The script's way gives the right."""
+    assert run("tensor-parallel", MEASURED=str(tmp_path)).returncode == 0
+    norms, bias, untied, data, heads, right = rows_of(tmp_path, "tensor-parallel")
+    for row in (norms, bias, untied, data):
+        assert float(row[3].split()[0]) > 0.5
+    assert norms[1] == untied[1] == "< 1e-5"  # the loss does not show it
+    assert heads[1].startswith("an error")
+    assert right[1:] == ["< 1e-5", "0 of 29", "< 1e-4"]
 
 
 @pytest.mark.slow

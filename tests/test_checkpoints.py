@@ -141,7 +141,7 @@ def test_a_kill_of_one_rank_inside_a_save(victim, uninterrupted, tmp_path):
 def kill_at_random_until_done(rung, processes, folder, kills, seed):
     """Kills a run `kills` times, each after a time that is drawn, and then lets it end."""
     draw = random.Random(seed)
-    flags = (*SAVING, *named(folder))
+    flags = (*exact(rung, processes), *SAVING, *named(folder))
     for _ in range(kills):
         process = fork(script(rung), None if processes == 1 else processes, *flags)
         log = Path(folder) / "a" / "metrics.jsonl"

@@ -60,12 +60,11 @@ def graphs(rung, path, *flags):
     return int(out.split("graphs ")[1].split()[0])
 
 
+# Each architecture on rung 01, and each rung with one or two of them.
+CASES = [("01-single-gpu", name) for name in CONFIGS]
+CASES += [("02-ddp", "llama"), ("02-ddp", "gpt2"), ("03-fsdp", "gemma3"), ("05-multinode", "qwen3")]
 QUICK = [("01-single-gpu", "llama"), ("02-ddp", "llama")]
-CASES = [
-    pytest.param(rung, name, marks=[] if (rung, name) in QUICK else [pytest.mark.slow])
-    for rung in ("01-single-gpu", "02-ddp", "03-fsdp", "05-multinode")
-    for name in CONFIGS
-]
+CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 @pytest.mark.parametrize(("rung", "name"), CASES)

@@ -179,16 +179,15 @@ WAYS = {"none": ("--compression", "none"), "bf16": ("--compression", "bf16")}
 WAYS |= {"int8": ("--compression", "int8"), "int4": ("--compression", "int4")}
 WAYS |= {"randk": ("--compression", "randk", "--wire-dtype", "int4")}
 WAYS |= {"dct": ("--compression", "dct"), "dct-fp32": (*ALL, "fp32")}
-MESHES = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2)]
-# What the ways have in common is their sum: on all meshes for two of them, on two for the others.
-EVERYWHERE = ("int4", "dct")
+MESHES = [(3, 1), (4, 2), (6, 2)]
 
 
 @pytest.mark.law1
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "processes", "shard_size"),
-    [(way, *mesh) for way in WAYS for mesh in (MESHES if way in EVERYWHERE else [(3, 1), (4, 2)])],
+    # What the ways have in common is their sum: on all meshes for one of them.
+    [(way, *mesh) for way in WAYS for mesh in (MESHES if way == "dct" else [(4, 2)])],
 )
 def test_replicas_stay_equal_to_the_last_bit(tmp_path, way, processes, shard_size):
     """Parameters and gradients, over 12 steps of AdamW with clipping."""
@@ -300,13 +299,15 @@ def test_one_replica_has_nothing_to_compress(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [("--compile",), ("--dtype", "bf16", "--activation-checkpointing")]
+    ("processes", "more"),
+    [(2, ("--compile",)), (4, ("--dtype", "bf16", "--activation-checkpointing"))],
 )
-def test_it_works_with_what_the_other_rungs_have(tmp_path, more):
-    flags = ("--max-steps", "6", *SMALL, "--shard-size", 2, "--max-grad-norm", "0.1", *more)
-    flags = (*flags, "--compression", "randk")
+def test_it_works_with_what_the_other_rungs_have(tmp_path, processes, more):
+    flags = ("--max-steps", "6", *SMALL, "--max-grad-norm", "0.1", *more)
+    flags = (*flags, "--shard-size", processes // 2, "--compression", "randk")
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    assert "equal after step 6" in run(RUNG, 4, *flags, *named, path=checked(tmp_path)).out
+    result = run(RUNG, processes, *flags, *named, path=checked(tmp_path))
+    assert "equal after step 6" in result.out
     assert metrics(tmp_path / "a")[6]["train/loss"] < metrics(tmp_path / "a")[1]["train/loss"]
 
 

@@ -76,10 +76,11 @@ def test_rung_01_without_an_argument(flags, last, lines_at_least, tmp_path):
 )
 def test_rungs_run_on_any_number_of_processes(rung, processes, tmp_path):
     """From any working directory, and with few lines that are not ours. On 2 and 4 processes they
-    run in the tests of law 1. torchrun may say something too, so it is started for three."""
-    few = (*SMALL, "--max-steps", "2")
-    result = run(rung, processes, *few, cwd=tmp_path, launched=processes == 3)
-    assert f"8 sequences per step = {processes} rank(s) × " in result.out
+    run in the tests of law 1. torchrun may say something too, so one of them is started."""
+    few = (*exact(rung, processes), *SMALL, "--max-steps", "2")
+    result = run(rung, processes, *few, cwd=tmp_path, launched=rung == "05-multinode")
+    unit = "tensor group(s) of 1 rank(s)" if rung == "07-tensor-parallel" else "rank(s)"
+    assert f"8 sequences per step = {processes} {unit} × " in result.out
     foreign = [line for line in result.err.splitlines() if line.strip()]
     assert len(foreign) <= 5, foreign
 

@@ -556,11 +556,26 @@ def elastic_data():
     return ["who reads what", "world size", "read twice", "never read"], rows
 
 
-def shards(rank, folder):
-    """One of two ranks, which initialise the tiny model in shards in three ways."""
+def rank_of_two(rank, function, folder):
     torch.set_num_threads(1)
     meeting = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 2}
     dist.init_process_group("gloo", **meeting)
+    results = function(rank)
+    if rank == 0:
+        Path(folder, "results").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_two_ranks(function):
+    """Calls a function with the rank in each of two processes, and returns what rank 0 has."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_of_two, (function, folder), nprocs=2)
+        return json.loads(Path(folder, "results").read_text())
+
+
+def shards(rank):
+    """One of two ranks, which initialise the tiny model in shards in three ways."""
     rung = load("03-fsdp")
     config, _, _ = rung.load_config("tiny", False)
     right = rung.load_model(config, None, "auto", 0)
@@ -587,10 +602,7 @@ def shards(rank, folder):
                 near += (full == right.get_parameter(name)).sum().item()
                 count += full.numel()
         results[way] = [200 * equal / count, 100 * near / count]
-    if rank == 0:
-        Path(folder, "results").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def sharded_init():
@@ -600,9 +612,7 @@ def sharded_init():
     what is replicated. DTensor moves the generators apart on devices like CUDA only.
     Two processes, gloo, all matrices of the tiny model, sharded in their rows. Source:
     torch/distributed/tensor/_random.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(shards, (folder,), nprocs=2)
-        results = json.loads(Path(folder, "results").read_text())
+    results = on_two_ranks(shards)
     names = {
         "same": "`fully_shard`, `to_empty`, `init_weights()`, the same seed on both ranks",
         "own": "the same, seed = rank",
@@ -612,11 +622,8 @@ def sharded_init():
     return ["initialisation", "equal in both shards", "equal to rung 01's weights"], rows
 
 
-def split_wrongly(rank, folder):
+def split_wrongly(rank):
     """One of two ranks, which split a small Llama in several ways and compute a gradient."""
-    torch.set_num_threads(1)
-    meeting = {"init_method": f"file://{folder}/meeting", "rank": rank, "world_size": 2}
-    dist.init_process_group("gloo", **meeting)
     rung = load("07-tensor-parallel")
     mesh = init_device_mesh("cpu", (2,))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -679,10 +686,7 @@ def split_wrongly(rank, folder):
             results[way] = [loss_error, wrong, len(errors), worst, errors[worst]]
         except RuntimeError as error:
             results[way] = str(error).splitlines()[0]
-    if rank == 0:
-        Path(folder, "results").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def tensor_parallel():
@@ -690,9 +694,7 @@ def tensor_parallel():
 
     A Llama of two blocks, with biases in attention and tied embeddings, on four sequences of random
     tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(split_wrongly, (folder,), nprocs=2)
-        results = json.loads(Path(folder, "results").read_text())
+    results = on_two_ranks(split_wrongly)
     names = {
         "norms": "the gradient of a norm's weight is not added up over the ranks",
         "bias": "each rank adds the bias of a row-wise layer",

@@ -66,23 +66,6 @@ def commands(text):
 # Commands.
 
 
-@pytest.fixture(scope="session")
-def reader(tmp_path_factory):
-    """Returns how a shell block of a document ended, in a copy of the repository in which the
-    blocks before it were run in order. Each worker of pytest has copies of its own."""
-    copies, results = {}, {}
-
-    def run_up_to(name, number):
-        if name not in copies:
-            copies[name] = copy_of_the_repository(tmp_path_factory.mktemp("reader") / "ladder")
-        for n, block in enumerate(fences(TEXTS[name], "bash run")[: number + 1]):
-            if (name, n) not in results:
-                results[name, n] = bash(block, copies[name])
-        return results[name, number]
-
-    return run_up_to
-
-
 def copy_of_the_repository(folder):
     """What git has, or would take; runs and environments of the developer's are not copied."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -114,28 +97,27 @@ def bash(block, folder):
     )
 
 
-# A run of each rung, and a user's own text. All other blocks are left to the slow tests.
-QUICK_BLOCKS = [("README.md", 0), ("README.md", 1)]
+# A run of each rung. All other blocks are left to the slow tests.
+QUICK_BLOCKS = [("README.md", [0])]
+# Each block of the README stands alone. The blocks of a chapter are run in order, by one test.
+BLOCKS = [("README.md", [n]) for n in range(len(fences(TEXTS["README.md"], "bash run")))]
+BLOCKS += [(name, list(range(len(fences(TEXTS[name], "bash run"))))) for name in CHAPTERS]
 
 
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("name", "numbers"),
     [
-        pytest.param(
-            name,
-            n,
-            id=f"{name}-{n + 1}",
-            marks=() if (name, n) in QUICK_BLOCKS else pytest.mark.slow,
-        )
-        for name in TEXTS
-        for n in range(len(fences(TEXTS[name], "bash run")))
+        pytest.param(*block, marks=() if block in QUICK_BLOCKS else pytest.mark.slow)
+        for block in BLOCKS
     ],
 )
-def test_commands_run(name, number, reader):
-    """Word for word, from the repository's root."""
-    result = reader(name, number)
-    block = fences(TEXTS[name], "bash run")[number]
-    assert result.returncode == 0, f"{block}\n{result.out}\n{result.err}"
+def test_commands_run(name, numbers, tmp_path):
+    """Word for word, from the root of a copy of the repository."""
+    folder = copy_of_the_repository(tmp_path / "ladder")
+    for number in numbers:
+        block = fences(TEXTS[name], "bash run")[number]
+        result = bash(block, folder)
+        assert result.returncode == 0, f"{block}\n{result.out}\n{result.err}"
 
 
 @pytest.mark.parametrize("name", ["README.md", *CHAPTERS])

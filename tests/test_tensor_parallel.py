@@ -195,7 +195,7 @@ def test_every_gradient_is_that_of_one_process(tmp_path, architecture, tied, pro
     flags += ("--eval-sequences", 2, "--tensor-size", 2)
     split = gradients(tmp_path, RUNG, processes, *flags)
     assert split.keys() == one.keys()
-    assert any("norm" in name for name in one)
+    assert any("norm" in name for name in one) or architecture == "olmo"  # it has no weights there
     largest = max(gradient.norm() for gradient in one.values())
     for name, gradient in one.items():
         error = (split[name] - gradient).norm()

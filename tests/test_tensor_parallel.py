@@ -489,7 +489,7 @@ REFUSED = [
     ("llama", {"num_key_value_heads": 1}, 2, "--tensor-size 2: must divide the 1 key-value heads"),
     ("llama", {"intermediate_size": 127}, 2, "must divide the 127 features of model.layers.0.mlp"),
     ("olmo2", {}, 2, "colwise_gather_output, the plan for model.layers.0.self_attn.q_proj"),
-    ("mixtral", {}, 2, "is unknown here, use 03-fsdp"),
+    ("mixtral", {}, 2, "the plan for mixtral leaves out model.layers.0.mlp.gate, use 03-fsdp"),
 ]
 
 

@@ -98,7 +98,8 @@ from transformers.utils import cached_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
 transformers.logging.set_verbosity_error()  # hides warnings
-# This hides the warning that a DTensor communicates twice, once for each dimension of the mesh.
+# The norm of the gradients is added up over one dimension of the mesh, then over the other. This
+# hides the warning that one collective would be faster than two: it is a single number.
 logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 # In each forward pass transformers checks whether a row holds several sequences, and Python waits
 # until the GPU has the answer. Here it is always no, and None says so.
@@ -144,9 +145,9 @@ PEAK_FLOPS = {
 # it has all features, but only some tokens: dimension 1 of the hidden states, (B, T, hidden size).
 SPLIT_TOKENS = {"output_layouts": Shard(1), "use_local_output": False}
 STYLES = {
-    # Each rank has some columns of the matrix in y = x W, and so computes some features of y.
+    # Each rank has some columns of the matrix in y = x A, and so computes some features of y.
     "colwise": ColwiseParallel(),
-    # Each rank has some features of x, and the rows of W for them. So each has an addend of y. The
+    # Each rank has some features of x, and the rows of A for them. So each has an addend of y. The
     # addends are added up, and every rank gets the sums of its tokens.
     "rowwise": RowwiseParallel(**SPLIT_TOKENS),
     # Norms of queries and keys, (B, T, heads, head size): each rank has its own heads, dimension 2.
@@ -181,9 +182,10 @@ def main(args):
 
     # The ranks are arranged in a table, a mesh. A row is a tensor group: its ranks train on the
     # same sequences, and each computes a part of every layer. Within a column the model is sharded
-    # as in rung 03, and each rank trains on other sequences. The ranks of a row have consecutive
-    # numbers, so they are on the same machine: they communicate many times in each layer.
-    tensor_size = args.tensor_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    # as in rung 03, and each rank trains on other sequences. The ranks of a row communicate many
+    # times in each layer, so they should be on one machine. They are if its number of processes is
+    # a multiple of tensor_size, because they have consecutive numbers.
+    tensor_size = find_tensor_size(args)
     num_groups = world_size // tensor_size
     mesh = init_device_mesh(
         device.type, (num_groups, tensor_size), mesh_dim_names=("shard", "tensor")
@@ -193,6 +195,7 @@ def main(args):
     with reading(f"--model-name {args.model_name}"):
         config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
         args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
+    check_tokens_per_rank(args.seq_length, tensor_size)
     # The ranks of a machine take turns: the first one tokenizes, and the others read the result
     # from the cache.
     lock = FileLock(f"/tmp/train-llm-{os.getuid()}-{os.getppid()}.lock")
@@ -297,13 +300,14 @@ def main(args):
 
     # Tensor parallelism: each rank of a tensor group has a part of every matrix, and computes with
     # it a part of the result.
-    split_layers(model, mesh["tensor"])
+    with reading(model_flags):
+        split_layers(model, mesh["tensor"])
 
     # Sharding: what a rank has of every parameter is split once more, over the tensor groups, and
-    # it keeps its shard: 1 / world_size. FSDP gathers what the rank computes with, for a block at a
-    # time, before the forward pass of the block, frees it after that, and gathers it again for the
-    # backward pass. What is not in a block, the embeddings and the last norm, is sharded with the
-    # root module.
+    # it keeps its shard: of a matrix, 1 / world_size. FSDP gathers what the rank computes with, for
+    # a block at a time, before the forward pass of the block, frees it after that, and gathers it
+    # again for the backward pass. What is not in a block, the embeddings and the last norm, is
+    # sharded with the root module.
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh["shard"], mp_policy=mixed_precision, offload_policy=offload)
     if args.no_reshard_after_forward:
@@ -413,9 +417,10 @@ def main(args):
             # Divide by the number of targets in the whole global batch, not in the micro-batch: so
             # every target has the same weight, also if micro-batches have more or fewer of them,
             # and the result does not depend on --batch-size.
-            # All ranks of a tensor group count the same targets: `num_targets` is tensor_size times
-            # too large. But FSDP averages over groups only, of which there are tensor_size times
-            # fewer than ranks. The two cancel out, so this is as in rung 03.
+            # Every rank of a tensor group counts the targets of the group, so `num_targets` is
+            # tensor_size times too large. FSDP averages over groups, of which there are tensor_size
+            # times fewer than ranks. So world_size is too large by the same factor, and the
+            # quotient below is right.
             # `num_targets` counts the targets of all ranks, so the gradients of the ranks must be
             # added up. They are averaged: times world_size, the mean is the sum.
             scaler.scale(loss * world_size / num_targets).backward()
@@ -1106,9 +1111,9 @@ def split_layers(model, mesh):
             # zeros, so the sum over the ranks is the embedding.
             styles[name] = RowwiseParallel(input_layouts=Replicate(), **SPLIT_TOKENS)
         elif module is model.get_output_embeddings():
-            # Each rank computes the logits of its part of the vocabulary, for all tokens. They are
-            # the largest tensor of a step, so nothing gathers them: `loss_parallel` computes the
-            # loss from the parts.
+            # Each rank computes the logits of its part of the vocabulary, for all tokens. All of
+            # them would be very large, so nothing gathers them: `loss_parallel` computes the loss
+            # from the parts.
             styles[name] = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
         elif name in parents:
             module.register_forward_pre_hook(gather_tokens, with_kwargs=True)
@@ -1135,7 +1140,8 @@ def find_plan(model, size):
     if heads % size > 0:
         fail(f"--tensor-size {size}: must divide the {heads} key-value heads of {architecture}")
 
-    # All layers but the first and the last. In the plan a star is the number of a block.
+    # What has parameters, but for the embeddings and the output layer. In the plan of transformers
+    # a star is the number of a block.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     layers = {
         name: module
@@ -1151,10 +1157,13 @@ def find_plan(model, size):
 
     for name, layer in layers.items():
         style = plan.get(name)
+        is_leaf = len(list(layer.children())) == 0
+        is_norm = is_leaf and all(parameter.ndim == 1 for parameter in layer.parameters())
         if style is None:
-            # What the plan leaves out must be a norm between attention and MLP.
-            is_vector = all(parameter.ndim == 1 for parameter in layer.parameters(recurse=False))
-            if not is_vector or name.rpartition(".")[0] in parents:
+            # It must be a norm between attention and MLP. Inside of them the features are split,
+            # and a parameter of all features would get a wrong gradient.
+            is_inside = any(f"{name}.".startswith(f"{parent}.") for parent in parents)
+            if is_inside or not is_norm:
                 fail(f"--tensor-size: the plan for {architecture} leaves out {name}, use 03-fsdp")
         elif style not in STYLES:
             fail(f"--tensor-size: {style}, the plan for {name}, is unknown here, use 03-fsdp")
@@ -1163,6 +1172,8 @@ def find_plan(model, size):
             num_features = num_outputs if style == "colwise" else num_inputs
             if num_features % size > 0:
                 fail(f"--tensor-size {size}: must divide the {num_features} features of {name}")
+        elif not is_norm:
+            fail(f"--tensor-size: {style}, the plan for {name}, is for norms only, use 03-fsdp")
     return plan
 
 
@@ -1266,7 +1277,7 @@ def share_of_rank(indices, mesh):
 def make_micro_batches(data, indices, batch_size, device, mesh):
     """Loads this rank's share of the sequences with these indices, in micro-batches.
 
-    The shares are those of the ranks in `mesh`, a column of the table in `main`.
+    The ranks of a tensor group get the same: only along `mesh`, the other dimension, shares differ.
     Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
     number of targets, a CPU tensor. targets[:, i] is the token that follows input_ids[:, i], or
     -100 where the loss leaves it out."""
@@ -1454,7 +1465,8 @@ def parse_args():
     add("--max-grad-norm", type=positive(float), default=1.0, help="default: %(default)s")
 
     add = parser.add_argument_group("tensor parallelism").add_argument
-    size_help = "processes that compute a layer together, default: those of a node"
+    size_help = "processes that compute each layer together, and a micro-batch of -b sequences. "
+    size_help += "Default: those of a node"
     add("--tensor-size", type=positive(int), help=size_help)
 
     # A run that is resumed keeps its flags, unless the command line sets them. So the flags are
@@ -1470,7 +1482,6 @@ def parse_args():
 
     check_launcher()
     check_hardware(args)
-    check_tensor_size(args)
     if stored:
         check_same_experiment(args, stored)
         for name in sorted(kept):
@@ -1578,12 +1589,22 @@ def check_hardware(args):
         fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16 or fp16")
 
 
-def check_tensor_size(args):
-    """Ends the run if the processes do not form whole tensor groups."""
-    world_size = int(os.environ["WORLD_SIZE"])
+def find_tensor_size(args):
+    """The number of ranks in a tensor group. Ends the run if the ranks do not form such groups."""
     tensor_size = args.tensor_size or int(os.environ["LOCAL_WORLD_SIZE"])
-    if world_size % tensor_size > 0:
-        fail(f"--tensor-size {tensor_size}: does not divide {world_size} processes")
+    for rank, there in enumerate(all_gather_object(tensor_size)):
+        if there != tensor_size:
+            fail(f"--tensor-size: {tensor_size} here and {there} on rank {rank}, set it on all")
+    if dist.get_world_size() % tensor_size > 0:
+        fail(f"--tensor-size {tensor_size}: does not divide {dist.get_world_size()} processes")
+    return tensor_size
+
+
+def check_tokens_per_rank(seq_length, tensor_size):
+    """Ends the run if the ranks would have unequal numbers of tokens, and PyTorch is too old."""
+    if seq_length % tensor_size > 0 and torch.__version__ < (2, 13):
+        version = torch.__version__
+        fail(f"--seq-length {seq_length}: PyTorch {version} needs a multiple of {tensor_size}")
 
 
 def run_dir_of(args):

@@ -35,7 +35,8 @@ NEW = {
         "find_plan",
         "has_parameters",
         "gather_tokens",
-        "check_tensor_size",
+        "find_tensor_size",
+        "check_tokens_per_rank",
     ],
 }
 # Functions that a rung does not need any more.

@@ -4,12 +4,14 @@ import json
 import pickle
 
 import pytest
+import scale
 import torch
 import transformers
 from conftest import (
     SMALL,
     assert_same_curve,
     exact,
+    load,
     metrics,
     mutant,
     run,
@@ -64,11 +66,12 @@ def test_fifty_steps(curve, processes, tensor_size):
     assert split[50]["memory/state_gb"] == pytest.approx(whole / processes, rel=0.05)
 
 
+UNEQUAL = "tokens that the ranks do not divide"
 CASES = {
     "masked labels": ("--max-steps", "8", "-b", "2"),
     "a batch that the groups do not divide": ("--global-batch-size", "7", "-b", "3"),
     "a group that has no sequence": ("--global-batch-size", "1"),
-    "tokens that the ranks do not divide": ("-s", "31", "-b", "3"),
+    UNEQUAL: ("-s", "31", "-b", "3"),
     "activation checkpointing": ("--activation-checkpointing",),
     "gathered once": ("--no-reshard-after-forward", "-b", "1"),
 }
@@ -80,6 +83,8 @@ CASES = {
 )
 def test_the_same_curve_in_each_case(curve, masked_data, case):
     """On two groups of two ranks."""
+    if case == UNEQUAL and torch.__version__ < (2, 13):
+        pytest.skip("PyTorch before 2.13 needs equal numbers of tokens")
     flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", *CASES[case], "--lr", "2e-3")
     if case == "masked labels":
         flags += ("-d", masked_data)
@@ -124,7 +129,8 @@ def compiled(folder, name, *flags, path=None):
 def test_compiled_as_eager(curve, tmp_path):
     """Gradients of the embeddings included: a prototype lost them, and nothing was raised. Each
     rank has another number of the 31 tokens, and the evaluation is between the steps."""
-    flags = (*SMALL, "--max-steps", "4", "-s", "31", "--eval-freq", "2", "--dtype", "fp32")
+    length = 31 if torch.__version__ > (2, 13) else 32
+    flags = (*SMALL, "--max-steps", "4", "-s", length, "--eval-freq", "2", "--dtype", "fp32")
     flags += ("--activation-checkpointing", "--tensor-size", 2)
     eager = curve(RUNG, 2, *flags)
     steps = compiled(tmp_path, "compiled", *flags)
@@ -143,8 +149,9 @@ def test_no_rank_computes_with_the_code_of_another(curve, tmp_path):
     compiled(tmp_path, "fills the cache", *flags, path=path)
     assert_same_curve(eager, compiled(tmp_path, "script", *flags), range(1, 4))
     wrong = compiled(tmp_path, "mutant", *flags, path=path)
-    with pytest.raises(AssertionError):
-        assert_same_curve(eager, wrong, range(1, 4))
+    if torch.__version__ > (2, 12):  # 2.11 keeps no such code
+        with pytest.raises(AssertionError):
+            assert_same_curve(eager, wrong, range(1, 4))
 
 
 # Gradients of each parameter
@@ -346,6 +353,8 @@ def test_collectives_of_a_micro_batch(tmp_path, processes):
 
 def test_attention_and_mlp_gather_their_input_once(tmp_path):
     """Without the hook each layer gathers for itself."""
+    if torch.__version__ < (2, 12):
+        pytest.skip("without the hook PyTorch 2.11 raises an error")
     folder = save_config(tmp_path / "m", "llama")
     flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
     hook = "            module.register_forward_pre_hook(gather_tokens, with_kwargs=True)\n"
@@ -355,26 +364,23 @@ def test_attention_and_mlp_gather_their_input_once(tmp_path):
     assert separate["calls"][name] > 2 * shared["calls"][name]
 
 
-def test_activations_between_layers_are_split_by_tokens_within_by_features(tmp_path):
-    """A block keeps 2 H elements of each token, what attention and MLP have gathered, and of the
-    others 1 / n. Measured as what one more block keeps for the backward pass."""
-    kept = {}
-    for processes in (1, 2, 4):
+@pytest.mark.parametrize(
+    ("dtype", "c"), [pytest.param("fp32", 4, marks=pytest.mark.slow), ("bf16", 2)]
+)
+def test_activations_between_layers_are_split_by_tokens_within_by_features(tmp_path, dtype, c):
+    """Each rank has what attention and MLP have gathered, and of the others 1 / n. Measured as what
+    one more block keeps for the backward pass."""
+    for processes in (1, 2, 4) if dtype == "fp32" else (1, 2):
         saved = []
         for layers in LAYERS:
             folder = save_config(tmp_path / f"m{layers}", "llama", num_hidden_layers=layers)
-            flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+            flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4, "--dtype", dtype)
             facts = watched(tmp_path / f"{processes}-{layers}", processes, *flags)
             saved.append(facts["saved"])
-        kept[processes] = (saved[1] - saved[0]) / (4 * 4 * 64)
-    hidden, heads = SIZES["hidden_size"], SIZES["num_attention_heads"]
-    keys = hidden * SIZES["num_key_value_heads"] // heads
-    whole = 8 * hidden + 2 * keys + 4 * SIZES["intermediate_size"] + heads + 2
-    assert kept[1] == pytest.approx(whole, rel=0.02)
-    gathered = 2 * hidden
-    for processes in (2, 4):
-        expected = gathered + (kept[1] - gathered) / processes
-        assert kept[processes] == pytest.approx(expected, rel=0.02), kept
+        kept = (saved[1] - saved[0]) / (4 * 64)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        expected = scale.activation_bytes(config, c, processes)
+        assert kept == pytest.approx(expected, rel=0.02), processes
 
 
 # Checkpoints
@@ -503,6 +509,42 @@ def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, pr
     assert result.returncode != 0
     [line] = result.errors
     assert message in line
+
+
+@pytest.mark.parametrize("place", ["mlp", "self_attn", "input_layernorm"])
+def test_a_parameter_that_the_plan_does_not_know_is_refused(place, capsys):
+    """Inside attention and MLP a vector would get the gradient of some of the features."""
+    rung = load(RUNG)
+    config = transformers.AutoConfig.for_model("llama", **SIZES)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert rung.find_plan(model, 2)
+    name = f"model.layers.1.{place}"
+    if place == "input_layernorm":  # a norm with a module in it
+        model.get_submodule(name).inner = torch.nn.Identity()
+    else:
+        model.get_submodule(name).inner = torch.nn.RMSNorm(64, device="meta")
+        name += ".inner"
+    with pytest.raises(SystemExit):
+        rung.find_plan(model, 2)
+    line = f"error: --tensor-size: the plan for llama leaves out {name}, use 03-fsdp"
+    assert line in capsys.readouterr().err
+
+
+def test_ranks_with_different_tensor_sizes(tmp_path):
+    """As with other flags on another machine. Rows of unequal length would hang."""
+    size = 'args.tensor_size or int(os.environ["LOCAL_WORLD_SIZE"])'
+    path = mutant(tmp_path, RUNG, (size, 'int(os.environ["RANK"]) + 1'))
+    result = run(RUNG, 2, *FEW, path=path, check=False)
+    line = "train-llm.py: error: --tensor-size: 1 here and 2 on rank 1, set it on all"
+    assert result.errors == [line]
+
+
+@pytest.mark.skipif(torch.__version__ > (2, 13), reason="newer than PyTorch 2.12")
+def test_unequal_numbers_of_tokens_need_a_newer_pytorch():
+    result = run(RUNG, 2, *FEW, "-s", 31, check=False)
+    [line] = result.errors
+    assert "--seq-length 31: PyTorch" in line
 
 
 def test_processes_that_do_not_form_whole_groups():

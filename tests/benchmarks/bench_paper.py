@@ -1,4 +1,4 @@
-"""The tables of chapter 05 that nobody measured: scale.py at work."""
+"""The tables of chapters 05 and 07 that nobody measured: scale.py at work."""
 
 import scale
 from bench_common import report
@@ -46,3 +46,23 @@ def on_paper():
     head += ["compute, ms", "shards, ms", "replicas, ms", "step, ms"]
     head += ["GB in int8", "replicas in int8, ms", "step in int8, ms"]
     report("scale-step", head, rows)
+    split_over_a_group()
+
+
+def split_over_a_group():
+    """The table of chapter 07: a long sequence in bf16, 8 GPUs in tensor groups of n."""
+    tokens, gpus = 131_072, 8
+    config = scale.config_of("Llama-3-8B")
+    n, _ = scale.parameters(config)
+    rows = []
+    for ranks in (1, 2, 4, 8):
+        of_a_block = tokens * scale.activation_bytes(config, 2, ranks)
+        kept = config.num_hidden_layers * of_a_block
+        inputs = config.num_hidden_layers * tokens * 2 * config.hidden_size / ranks
+        logits = tokens * scale.logit_bytes(config) / ranks
+        state = scale.state_bytes(n, gpus)
+        parts = [kept, inputs + of_a_block, logits, state, inputs + of_a_block + logits + state]
+        rows.append([ranks, *[f"{size / 1e9:.1f}" for size in parts]])
+    head = ["GB on each GPU, n", "activations", "activations with checkpointing"]
+    head += ["logits and their gradient", "state", "total with checkpointing"]
+    report("scale-tensor", head, rows)

@@ -17,6 +17,7 @@ from pydoc_data.topics import topics
 import datasets
 import nodes
 import psutil
+import scale
 import torch
 import transformers
 from bench_common import (
@@ -366,6 +367,33 @@ def tensor():
     head = ["(shard, tensor), 25.3 M parameters", "tokens/s", "state of a rank, MB"]
     head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB", "tensor parallelism, MB"]
     report("tensor", head, rows)
+
+
+def tensor_memory():
+    """Peak memory of a step of rung 07, one tensor group of 1, 2 and 4 ranks, against the formula.
+
+    All work on the same micro-batch. What is in memory before the step, the state among it, is
+    taken off, but for the gradients, which are freed when the step begins."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M") | {"batch_size": 4, "global_batch_size": 4}
+        how |= {"seq_length": 512, "steps": 3, "warm": 1}
+        config = transformers.AutoConfig.from_pretrained(how["model"])
+        # Memory that is freed goes back to the system at once, or would seem to be in use.
+        trim = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+        for size in (1, 2, 4):
+            more = ("--tensor-size", str(size))
+            lines, _ = run_and_count(how, RUNG_07, "peaks", *more, processes=size, **trim)
+            gradients = lines[2]["memory/state_gb"] / 4
+            before = lines[1]["memory/current_allocated_gb"] - gradients
+            measured = lines[2]["memory/peak_allocated_gb"] - before
+            tokens = how["batch_size"] * how["seq_length"]
+            kept = tokens * config.num_hidden_layers * scale.activation_bytes(config, 4, size)
+            row = [size, f"{1000 * lines[2]['memory/state_gb']:.0f}", f"{kept / 1e6:.0f}"]
+            rows.append([*row, f"{1000 * measured:.0f}"])
+            print(rows[-1], flush=True)
+    head = ["ranks in the group", "state of a rank, MB", "activations by the formula, MB"]
+    report("tensor-memory", head + ["peak of a step above the state, MB"], rows)
 
 
 def sent_by_formula(config, processes, tensor_size, batch_size, how):

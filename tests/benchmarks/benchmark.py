@@ -11,6 +11,7 @@ Timings are ratios within one command on one machine, contenders in turn.
     memory      state of a rank in rungs 02 and 03
     accumulation  memory, traffic and speed with 1, 2 and 4 micro-batches in a step
     tensor      rung 07 with one to four ranks in a tensor group
+    tensor-memory  peak memory of a step of rung 07
     loading     memory and time to load and to export a pretrained model of 1 GB
     start       start to first step, against imports and loading
     timers      what timers and log cost of a step
@@ -30,7 +31,8 @@ Timings are ratios within one command on one machine, contenders in turn.
                                the log of a run of rung 04: its folder and number of processes
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link` and `picture` need Linux, root,
-and `ip` and `tc` (Debian: iproute2), `accumulation` and `tensor` Linux and `ip`.
+and `ip` and `tc` (Debian: iproute2), `accumulation` and the two of `tensor` Linux
+and `ip`.
 """
 
 import sys
@@ -78,6 +80,7 @@ COMMANDS = {
     "memory": bench_speed.memory,
     "accumulation": bench_speed.accumulation,
     "tensor": bench_speed.tensor,
+    "tensor-memory": bench_speed.tensor_memory,
     "loading": bench_speed.loading,
     "start": bench_speed.start,
     "timers": bench_speed.timers,

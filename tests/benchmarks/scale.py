@@ -1,8 +1,8 @@
-"""Memory, traffic and time of a step on paper, for Llama models in rungs 03 to 05.
+"""Memory, traffic and time of a step on paper, for Llama models in rungs 03 to 05 and 07.
 
-The formulas stand in 05-multinode/README.md, with their reasons. tests/test_scale.py holds the
-memory against what is measured. `python tests/benchmarks/benchmark.py scale` writes the chapter's
-tables."""
+The formulas stand in 05-multinode/README.md and 07-tensor-parallel/README.md, with their reasons.
+tests/test_scale.py and tests/test_tensor_parallel.py hold the memory against what is measured.
+`python tests/benchmarks/benchmark.py scale` writes the tables of the chapters."""
 
 import torch
 import transformers
@@ -50,13 +50,18 @@ def gathered_bytes(n, block, layers):
     return 2 * (n - layers * block) + 2 * 2 * block + (2 + 4) * block
 
 
-def activation_bytes(config):
-    """Per token and block, what autograd keeps in bf16: each norm its input in fp32, what it made
-    of it in bf16, and a scale; attention its input, queries, keys, values, output, a sum per head
-    in fp32; the MLP its input and four of its width."""
+def activation_bytes(config, c=2, ranks=1):
+    """Per token and block, what autograd keeps on each rank of a tensor group, `c` bytes for each
+    number: each norm its input in fp32, what it made of it, and a scale in fp32; attention its
+    input, queries, keys, values, output, a sum per head in fp32; the MLP its input and four of its
+    width. Of these, attention and MLP have their inputs whole on each rank of the group."""
     h, heads = config.hidden_size, config.num_attention_heads
     kv = config.num_key_value_heads * config.head_dim
-    return 20 * h + 4 * kv + 8 * config.intermediate_size + 4 * heads + 8
+    inputs = 2 * c * h
+    norms = 2 * ((4 + c) * h + 4)
+    attention = c * (2 * h + 2 * kv) + 4 * heads
+    mlp = 4 * c * config.intermediate_size
+    return inputs + (norms + attention + mlp) / ranks
 
 
 def logit_bytes(config):

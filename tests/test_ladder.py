@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 
@@ -198,6 +199,23 @@ def test_the_readme_has_the_true_counts_and_measurements():
         measured = json.loads((ROOT / "outputs" / "measured" / "picture.json").read_text())["rows"]
         rows = [row[4:] for row in measured if row[0].startswith(rung[:2])]
         assert cells[4:] == (rows[0] if rows else ["–", "–", "–"])
+
+
+@pytest.mark.law2
+def test_the_readmes_tree_has_each_rung_under_its_parent():
+    """And each chapter of a rung that does not follow the one before it names its parent."""
+    tree = (ROOT / "README.md").read_text().split("```mermaid")[1].split("```")[0]
+    names = dict(re.findall(r'(\w+)\["([^"]+)"\]', tree))
+    parents = {}
+    for line in re.sub(r'\["[^"]+"\]', "", tree).splitlines()[2:]:
+        chain = [names[letter.strip()] for letter in line.split("-->")] if "-->" in line else []
+        parents |= dict(zip(chain[1:], chain, strict=False))
+    assert parents == PARENTS
+    for before, rung in zip(RUNGS, RUNGS[1:], strict=False):
+        if PARENTS[rung] != before:
+            parent = PARENTS[rung]
+            chapter = (ROOT / rung / "README.md").read_text()
+            assert f"builds on [rung {parent[:2]}](../{parent}/README.md)" in chapter
 
 
 @pytest.mark.law6

@@ -147,8 +147,8 @@ SPLIT_TOKENS = {"output_layouts": Shard(1), "use_local_output": False}
 STYLES = {
     # Each rank has some columns of the matrix in y = x A, and so computes some features of y.
     "colwise": ColwiseParallel(),
-    # Each rank has some features of x, and the rows of A for them. So each has an addend of y. The
-    # addends are added up, and every rank gets the sums of its tokens.
+    # Each rank has some features of x, and the rows of A for them. So each has a partial sum of y.
+    # These are added up, and every rank gets the sums of its tokens.
     "rowwise": RowwiseParallel(**SPLIT_TOKENS),
     # Norms of queries and keys, (B, T, heads, head size): each rank has its own heads, dimension 2.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=2, use_local_output=True),
@@ -417,12 +417,11 @@ def main(args):
             # Divide by the number of targets in the whole global batch, not in the micro-batch: so
             # every target has the same weight, also if micro-batches have more or fewer of them,
             # and the result does not depend on --batch-size.
-            # Every rank of a tensor group counts the targets of the group, so `num_targets` is
-            # tensor_size times too large. FSDP averages over groups, of which there are tensor_size
-            # times fewer than ranks. So world_size is too large by the same factor, and the
-            # quotient below is right.
             # `num_targets` counts the targets of all ranks, so the gradients of the ranks must be
             # added up. They are averaged: times world_size, the mean is the sum.
+            # Here both numbers are tensor_size times too large, and their quotient is right. Every
+            # rank of a tensor group counts the targets of the group. And FSDP averages over groups,
+            # of which there are tensor_size times fewer than ranks.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 

@@ -1464,8 +1464,8 @@ def parse_args():
     add("--max-grad-norm", type=positive(float), default=1.0, help="default: %(default)s")
 
     add = parser.add_argument_group("tensor parallelism").add_argument
-    size_help = "processes that compute each layer together, and a micro-batch of -b sequences. "
-    size_help += "Default: those of a node"
+    size_help = "processes that compute each layer of a micro-batch (-b sequences) together, "
+    size_help += "default: those of a node"
     add("--tensor-size", type=positive(int), help=size_help)
 
     # A run that is resumed keeps its flags, unless the command line sets them. So the flags are

@@ -129,7 +129,7 @@ def compiled(folder, name, *flags, path=None):
 def test_compiled_as_eager(curve, tmp_path):
     """Gradients of the embeddings included: a prototype lost them, and nothing was raised. Each
     rank has another number of the 31 tokens, and the evaluation is between the steps."""
-    length = 31 if torch.__version__ > (2, 13) else 32
+    length = 31 if torch.__version__ >= (2, 13) else 32
     flags = (*SMALL, "--max-steps", "4", "-s", length, "--eval-freq", "2", "--dtype", "fp32")
     flags += ("--activation-checkpointing", "--tensor-size", 2)
     eager = curve(RUNG, 2, *flags)
@@ -149,7 +149,7 @@ def test_no_rank_computes_with_the_code_of_another(curve, tmp_path):
     compiled(tmp_path, "fills the cache", *flags, path=path)
     assert_same_curve(eager, compiled(tmp_path, "script", *flags), range(1, 4))
     wrong = compiled(tmp_path, "mutant", *flags, path=path)
-    if torch.__version__ > (2, 12):  # 2.11 keeps no such code
+    if torch.__version__ >= (2, 12):  # 2.11 keeps no such code
         with pytest.raises(AssertionError):
             assert_same_curve(eager, wrong, range(1, 4))
 
@@ -351,6 +351,17 @@ def test_collectives_of_a_micro_batch(tmp_path, processes):
         assert elements["all_reduce"] == 3 * 4 * 64 + norms * SIZES["hidden_size"]
 
 
+@pytest.mark.slow
+def test_collectives_with_activation_checkpointing(tmp_path):
+    """A block repeats its forward pass, but for the last reduce-scatter, which nothing needs."""
+    folder = save_config(tmp_path / "m", "llama", num_hidden_layers=3)
+    flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+    plain = watched(tmp_path / "plain", 2, *flags)["calls"]
+    again = watched(tmp_path / "again", 2, *flags, "--activation-checkpointing")["calls"]
+    assert again["all_gather_into_tensor"] == plain["all_gather_into_tensor"] + 2 * 3
+    assert again["reduce_scatter_tensor"] == plain["reduce_scatter_tensor"] + 3
+
+
 def test_attention_and_mlp_gather_their_input_once(tmp_path):
     """Without the hook each layer gathers for itself."""
     if torch.__version__ < (2, 12):
@@ -531,6 +542,19 @@ def test_a_parameter_that_the_plan_does_not_know_is_refused(place, capsys):
     assert line in capsys.readouterr().err
 
 
+def test_a_matrix_in_the_place_of_a_norm_of_heads_is_refused(capsys):
+    rung = load(RUNG)
+    config = transformers.AutoConfig.for_model("qwen3", **SIZES)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        assert rung.find_plan(model, 2)
+        model.model.layers[1].self_attn.q_norm = torch.nn.Linear(8, 8)
+    with pytest.raises(SystemExit):
+        rung.find_plan(model, 2)
+    name = "model.layers.1.self_attn.q_norm"
+    assert f"the plan for {name}, is for norms only, use 03-fsdp" in capsys.readouterr().err
+
+
 def test_ranks_with_different_tensor_sizes(tmp_path):
     """As with other flags on another machine. Rows of unequal length would hang."""
     size = 'args.tensor_size or int(os.environ["LOCAL_WORLD_SIZE"])'
@@ -540,7 +564,7 @@ def test_ranks_with_different_tensor_sizes(tmp_path):
     assert result.errors == [line]
 
 
-@pytest.mark.skipif(torch.__version__ > (2, 13), reason="newer than PyTorch 2.12")
+@pytest.mark.skipif(torch.__version__ >= (2, 13), reason="newer than PyTorch 2.12")
 def test_unequal_numbers_of_tokens_need_a_newer_pytorch():
     result = run(RUNG, 2, *FEW, "-s", 31, check=False)
     [line] = result.errors

@@ -289,6 +289,8 @@ def memory():
 
 
 MICRO_BATCHES = (1, 2, 4)
+# Memory that is freed goes back to the system at once. Otherwise it would seem to be in use.
+TRIM = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 ACCUMULATING = {
     "rung 02": (RUNG_02, ()),
     "rung 03": (RUNG_03, ()),
@@ -306,9 +308,7 @@ def accumulation():
         for name, (rung, more) in ACCUMULATING.items():
             for micro_batches in MICRO_BATCHES:
                 how["global_batch_size"] = 4 * micro_batches
-                # Memory that is freed goes back to the system at once, or would seem to be in use.
-                trim = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-                lines, sent_by_3 = run_and_count(how | {"steps": 3}, rung, "peaks", *more, **trim)
+                lines, sent_by_3 = run_and_count(how | {"steps": 3}, rung, "peaks", *more, **TRIM)
                 peak = 1000 * lines[2]["memory/peak_allocated_gb"]
                 lines, sent_by_7 = run_and_count(how | {"steps": 7}, rung, None, *more)
                 ms = statistics.median(line["time/total_ms"] for line in lines[2:])
@@ -379,11 +379,9 @@ def tensor_memory():
         how = setting(folder, "Llama, 25 M") | {"batch_size": 4, "global_batch_size": 4}
         how |= {"seq_length": 512, "steps": 3, "warm": 1}
         config = transformers.AutoConfig.from_pretrained(how["model"])
-        # Memory that is freed goes back to the system at once, or would seem to be in use.
-        trim = {"MALLOC_MMAP_THRESHOLD_": "131072"}
         for size in (1, 2, 4):
             more = ("--tensor-size", str(size))
-            lines, _ = run_and_count(how, RUNG_07, "peaks", *more, processes=size, **trim)
+            lines, _ = run_and_count(how, RUNG_07, "peaks", *more, processes=size, **TRIM)
             gradients = lines[2]["memory/state_gb"] / 4
             before = lines[1]["memory/current_allocated_gb"] - gradients
             measured = lines[2]["memory/peak_allocated_gb"] - before

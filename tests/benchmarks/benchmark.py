@@ -31,8 +31,7 @@ Timings are ratios within one command on one machine, contenders in turn.
                                the log of a run of rung 04: its folder and number of processes
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link` and `picture` need Linux, root,
-and `ip` and `tc` (Debian: iproute2), `accumulation` and the two of `tensor` Linux
-and `ip`.
+and `ip` and `tc` (Debian: iproute2), `accumulation`, `tensor` and `tensor-memory` Linux and `ip`.
 """
 
 import sys

@@ -669,14 +669,23 @@ def flush(path):
     os.close(descriptor)
 
 
-def save_final_model(run_dir, step, model, config, tokenizer, dtype):
+def gather_tensor(tensors, name, like):
+    """The whole of a tensor that the ranks may have in shards. All of them must call it."""
+    tensor = tensors[name]
+    if isinstance(tensor, DTensor):
+        # With --cpu-offload the shard is on the CPU, but the mesh is one of GPUs.
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor
+
+
+def save_final_model(run_dir, step, model, config, tokenizer, dtype, gather=gather_tensor):
     """Writes weights (as `dtype`) and tokenizer to `run_dir`/final_model, for `from_pretrained`.
 
     All ranks must call it. A sharded model is gathered block by block, and rank 0 writes each block
     before the next one is gathered. So no rank ever holds the whole model."""
     with torch.device("meta"):
         empty_model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    blocks = gather_blocks(model, dict(named_tensors(empty_model)))
+    blocks = gather_blocks(model, dict(named_tensors(empty_model)), gather)
     problem = None
     if RANK == 0:
         try:
@@ -697,7 +706,7 @@ def named_tensors(model):
             yield name, tensor
 
 
-def gather_blocks(model, wanted):
+def gather_blocks(model, wanted, gather):
     """Yields dicts of CPU tensors by name on rank 0, empty dicts on other ranks: one per block.
 
     `wanted` has the names, and the data types to which the tensors are converted. What belongs to
@@ -710,10 +719,7 @@ def gather_blocks(model, wanted):
     for _, names in itertools.groupby(sorted(wanted, key=block_of), key=block_of):
         block = {}
         for name in names:
-            tensor = tensors[name]
-            if isinstance(tensor, DTensor):
-                # With --cpu-offload the shard is on the CPU, but the mesh is one of GPUs.
-                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+            tensor = gather(tensors, name, wanted[name])
             if RANK == 0:
                 block[name] = tensor.to("cpu", wanted[name].dtype)
         yield block

@@ -1052,7 +1052,8 @@ def read_shards(model, name, files, conversions, device):
     convert_and_load_state_dict_in_model(model, tensors, options)
     model.tie_weights()  # such as the output layer, if it has the weights of the embeddings
 
-    for key, parameter in list(model.named_parameters()):
+    for key in [name for name, _ in model.named_parameters()]:
+        parameter = model.get_parameter(key)
         # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
         if parameter.is_meta and parameter.to_local().numel() == 0:
             shard = torch.empty_like(parameter, device=device)

@@ -33,9 +33,11 @@ SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", 
 
 def exact(rung, processes):
     """The flags with which a rung computes what the others do: from 04 on two replicas, dense. In
-    07 two ranks in a tensor group, if the number of processes is even."""
+    07 two ranks in a tensor group, in 08 two stages, if the number of processes is even."""
     if rung == "07-tensor-parallel":
         return ("--tensor-size", 2 - processes % 2)
+    if rung == "08-pipeline-parallel":
+        return ("--stages", 2 - processes % 2)
     if not builds_on(rung, "04-compression"):
         return ()
     return ("--compression", "none", "--shard-size", max(1, processes // 2))

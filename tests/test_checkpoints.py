@@ -165,7 +165,8 @@ def kill_at_random_until_done(rung, processes, folder, kills, seed):
         ("01-single-gpu", 1, 2),
         ("02-ddp", 2, 4),
         ("03-fsdp", 2, 4),
-        ("07-tensor-parallel", 4, 4),
+        ("07-tensor-parallel", 4, 3),
+        ("08-pipeline-parallel", 2, 3),
     ],
 )
 def test_kills_at_random_instants(rung, processes, kills, uninterrupted, tmp_path):

@@ -79,7 +79,9 @@ def test_rungs_run_on_any_number_of_processes(rung, processes, tmp_path):
     run in the tests of law 1. torchrun may say something too, so one of them is started."""
     few = (*exact(rung, processes), *SMALL, "--max-steps", "2")
     result = run(rung, processes, *few, cwd=tmp_path, launched=rung == "05-multinode")
-    unit = "tensor group(s) of 1 rank(s)" if rung == "07-tensor-parallel" else "rank(s)"
+    units = {"07-tensor-parallel": "tensor group(s) of 1 rank(s)"}
+    units["08-pipeline-parallel"] = "pipeline(s) of 1 stage(s)"
+    unit = units.get(rung, "rank(s)")
     assert f"8 sequences per step = {processes} {unit} × " in result.out
     foreign = [line for line in result.err.splitlines() if line.strip()]
     assert len(foreign) <= 5, foreign

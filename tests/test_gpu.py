@@ -11,7 +11,7 @@ pytestmark = [
 ]
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
 RUNGS = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
-RUNGS += [("05-multinode", 1), ("07-tensor-parallel", 1)]
+RUNGS += [("05-multinode", 1), ("07-tensor-parallel", 1), ("08-pipeline-parallel", 1)]
 
 
 @pytest.mark.law1
@@ -31,6 +31,8 @@ def test_a_gpu_gives_the_curve_of_a_cpu(curve):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("rung", "processes"), RUNGS)
 def test_mixed_precision(rung, processes, dtype, curve):
+    if (rung, dtype) == ("08-pipeline-parallel", "fp16"):
+        pytest.skip("rung 08 refuses fp16")
     fp32 = curve(rung, processes, *FEW, "--dtype", "fp32")
     mixed = curve(rung, processes, *FEW, "--dtype", dtype)
     assert mixed[20]["train/loss"] < mixed[1]["train/loss"]

@@ -39,9 +39,20 @@ NEW = {
         "find_tensor_size",
         "check_tokens_per_rank",
     ],
+    "08-pipeline-parallel": [
+        "Stage",
+        "split_blocks",
+        "keep_stage",
+        "PassThrough",
+        "Entrance",
+        "EndOfStage",
+        "forward_through_stages",
+        "gather_from_stage",
+        "check_stages",
+    ],
 }
 # Functions that a rung does not need any more.
-DROPPED = {"06-streaming": ["pack", "check_labels"]}
+DROPPED = {"06-streaming": ["pack", "check_labels"], "08-pipeline-parallel": ["loss_sum"]}
 # Functions that a rung changes, and why its idea is in them. The others are as on the rung below.
 CHANGED = {
     "02-ddp": {
@@ -85,6 +96,17 @@ CHANGED = {
         "loss_sum": "the logits are split",
         "sample": "the same",
         "parse_args": "--tensor-size",
+    },
+    "08-pipeline-parallel": {
+        "main": "the stages, the schedule, what they exchange",
+        "fill_from_rank_0": "a stage takes a part of the weights",
+        "check_causal": "the forward pass goes through the stages",
+        "share_of_rank": "the stages of a pipeline read the same sequences",
+        "make_micro_batches": "the same",
+        "evaluate": "the forward pass goes through the stages",
+        "sample": "the same",
+        "parse_args": "--stages, --schedule",
+        "check_hardware": "no fp16",
     },
 }
 

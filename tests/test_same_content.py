@@ -293,6 +293,9 @@ def test_each_rung_refuses_bert(rung, tmp_path):
     line = refusal(rung, *SMALL, "-m", tmp_path / "bert", "--max-steps", 2)
     if rung == "07-tensor-parallel":  # it looks for a plan before anything else
         assert line == "--tensor-size: transformers has no plan to split bert, use 03-fsdp"
+    elif rung == "08-pipeline-parallel":
+        plan = "the plan of transformers for bert does not say where"
+        assert line.startswith(f"--stages: {plan} ")
     else:
         assert line.startswith(f"--model-name {tmp_path / 'bert'}: not causal: a token changes ")
 

@@ -18,10 +18,10 @@ SCRIPT = ROOT / "tests" / "benchmarks" / "traps.py"
 # These train on the default data, and each release of Python has another text, 3.11.7 another one
 # than 3.11.2. On others than that of the stored tables only what a table shows is checked, and not
 # its numbers.
-ON_DEFAULT_DATA = ("bf16-parameters", "initialisation", "optimizer-restored")
+ON_DEFAULT_DATA = ("bf16-parameters", "initialisation", "optimizer-restored", "pipeline-parallel")
 # These take longer than the others, and are left to the slow tests.
 LONG = ("bf16-parameters", "initialisation", "kill-during-save", "sharded-init", "join")
-LONG += ("tensor-parallel",)
+LONG += ("tensor-parallel", "pipeline-parallel")
 # Of the text of Python 3.11.7.
 CRC = 3328411364
 SAME_TEXT = zlib.crc32("".join(topics.values()).encode()) == CRC
@@ -192,6 +192,16 @@ def test_tensor_parallel(tmp_path):
     assert norms[1] == untied[1] == "< 1e-5"  # the loss does not show it
     assert heads[1].startswith("an error")
     assert right[1:] == ["< 1e-5", "0 of 29", "< 1e-4"]
+
+
+@pytest.mark.slow
+def test_pipeline_parallel(tmp_path):
+    """Each mistake changes the curve, but three of them not its first loss. The script is right."""
+    assert run("pipeline-parallel", MEASURED=str(tmp_path)).returncode == 0
+    *mistakes, right = rows_of(tmp_path, "pipeline-parallel", rel=0.2)
+    assert right[1:] == ["< 1e-5"] * 3
+    assert all(row[3] != "< 1e-5" for row in mistakes)
+    assert [row[1] for row in mistakes[:3]] == ["< 1e-5"] * 3  # the loss does not show it
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
 RUNG_01, RUNG_02, RUNG_03 = "01-single-gpu", "02-ddp", "03-fsdp"
 RUNG_04, RUNG_05, RUNG_06 = "04-compression", "05-multinode", "06-streaming"
 RUNG_07 = "07-tensor-parallel"
+RUNG_08 = "08-pipeline-parallel"
 GPU = torch.cuda.is_available()
 
 

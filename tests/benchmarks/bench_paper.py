@@ -1,7 +1,10 @@
-"""The tables of chapters 05 and 07 that nobody measured: scale.py at work."""
+"""The tables of chapters 05, 07 and 08 that nobody measured: scale.py at work."""
 
 import scale
-from bench_common import report
+import torch
+import transformers
+from bench_common import RUNG_08, report
+from conftest import load
 
 # Model, GPUs, GPUs of a replica.
 LAYOUTS = [
@@ -47,6 +50,7 @@ def on_paper():
     head += ["GB in int8", "replicas in int8, ms", "step in int8, ms"]
     report("scale-step", head, rows)
     split_over_a_group()
+    split_over_four_nodes()
 
 
 def split_over_a_group():
@@ -66,3 +70,29 @@ def split_over_a_group():
     head = ["GB on each GPU, n", "activations", "activations with checkpointing"]
     head += ["logits and their gradient", "state", "total with checkpointing"]
     report("scale-tensor", head, rows)
+
+
+def split_over_four_nodes():
+    """The table of chapter 08: a step of 128 sequences on 4 nodes of 8 GPUs, in four ways."""
+    name, sequences, length = "Llama-3-70B", 128, 8192
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(scale.config_of(name))
+    blocks_per_stage = load(RUNG_08).split_blocks(model, model.model.layers, 4, length)
+    ways = {
+        "03": "32 shards",
+        "04": "4 replicas of 8 shards",
+        "07": "tensor groups of 8, 4 shards",
+        "08": f"4 stages of {' + '.join(map(str, blocks_per_stage))} blocks, 8 shards",
+    }
+    rows = []
+    for rung, way in ways.items():
+        how = (rung, name, sequences, length, blocks_per_stage)
+        step = scale.step_on_four_nodes(*how)
+        row = [rung, way, f"{step['memory'] / 1e9:,.0f}"]
+        row += [f"{step[which] / 1e9:,.0f}" for which in ("within", "between")]
+        for network in (scale.NETWORK, scale.SLOW_NETWORK):
+            row.append(f"{step['seconds'](network):,.0f}" if step["memory"] < 80e9 else "–")
+        rows.append(row)
+    head = ["rung", "split over 4 × 8 GPUs", "memory of the largest GPU, GB"]
+    head += ["sent within a node, GB", "between nodes, GB", "step, s, 400 Gbit/s for each GPU"]
+    report("scale-split", [*head, "step, s, 100 Gbit/s for each node"], rows)

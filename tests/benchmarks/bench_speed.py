@@ -29,6 +29,7 @@ from bench_common import (
     RUNG_05,
     RUNG_06,
     RUNG_07,
+    RUNG_08,
     environment,
     report,
     torchrun,
@@ -434,7 +435,8 @@ def loading():
     """Memory that a rank takes to load a pretrained model of 1 GB and to export it, and the time.
 
     The most anonymous memory (not the files, which the system may drop), less what the process had
-    when it began. Loading ends before the optimizer is made."""
+    when it began. Loading ends when the parameters have their values. The forward pass that checks
+    the model, which takes what any forward pass takes, comes after that."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder, "model"), **GIGABYTE)
@@ -442,16 +444,18 @@ def loading():
         weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         weights.save_pretrained(model)
         del weights
-        for rung, processes in ((RUNG_02, 1), (RUNG_03, 1), (RUNG_03, 2), (RUNG_03, 4)):
-            log = Path(folder, f"{rung}-{processes}")
-            flags = ["-m", model, "-d", "dummy", "-s", 16, "--global-batch-size", processes]
+        ways = [(RUNG_02, 1, ()), *((RUNG_03, processes, ()) for processes in (1, 2, 4))]
+        ways += [(RUNG_08, 4, ("--stages", 2)), (RUNG_08, 4, ("--stages", 4))]
+        for rung, processes, more in ways:
+            log = Path(folder, "-".join([rung, str(processes), *map(str, more)]))
+            flags = ["-m", model, "-d", "dummy", "-s", 16, "--global-batch-size", 4]
             flags += ["-b", 1, "--max-steps", 1, "--eval-sequences", 1]
-            flags += ["-e", "run", "--save-dir", log]
+            flags += ["-e", "run", "--save-dir", log, *more]
             how = ["--standalone", "--nproc-per-node", processes]
             command = torchrun(how, rung, f"watched={log}", flags)
-            subprocess.run(command, env=environment(), check=True, capture_output=True)
+            subprocess.run(command, env=environment(**TRIM), check=True, capture_output=True)
             phases = [json.loads(Path(f"{log}-{rank}").read_text()) for rank in range(processes)]
-            row = [rung[:2], processes]
+            row = [" ".join([rung[:2], *map(str, more)]), processes]
             for phase in ("load", "export"):
                 megabytes = [f"{rank[phase][0] / 1e6:,.0f}" for rank in phases]
                 others = sorted(megabytes[1:], key=lambda text: int(text.replace(",", "")))
@@ -501,7 +505,10 @@ def watched(module, log):
     save_final_model, module.save_final_model = module.save_final_model, save
     started = []
     before(module, "load_model", lambda: started or (started.append(1), start()))
-    before(module.torch.optim, "AdamW", lambda: stop("load"))
+    if hasattr(module, "fill_buffers"):
+        before(module, "fill_buffers", lambda: stop("load"))
+    else:
+        before(module.torch.optim, "AdamW", lambda: stop("load"))
     threading.Thread(target=watch, daemon=True).start()
 
 

@@ -12,6 +12,10 @@ Timings are ratios within one command on one machine, contenders in turn.
     accumulation  memory, traffic and speed with 1, 2 and 4 micro-batches in a step
     tensor      rung 07 with one to four ranks in a tensor group
     tensor-memory  peak memory of a step of rung 07
+    pipeline    rung 08 with one, two and four stages
+    pipeline-bubble  how long the stages of rung 08 are idle
+    pipeline-memory  what a stage of rung 08 keeps for the backward pass
+    pipeline-timeline  a picture of a step of rung 08
     loading     memory and time to load and to export a pretrained model of 1 GB
     start       start to first step, against imports and loading
     timers      what timers and log cost of a step
@@ -31,7 +35,8 @@ Timings are ratios within one command on one machine, contenders in turn.
                                the log of a run of rung 04: its folder and number of processes
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link` and `picture` need Linux, root,
-and `ip` and `tc` (Debian: iproute2), `accumulation`, `tensor` and `tensor-memory` Linux and `ip`.
+and `ip` and `tc` (Debian: iproute2), `accumulation`, `tensor`, `tensor-memory` and `pipeline` Linux
+and `ip`.
 """
 
 import sys
@@ -44,11 +49,12 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
 import bench_compression
 import bench_paper
 import bench_picture
+import bench_pipeline
 import bench_speed
 from bench_common import MEASURED, RUNG_01
 from conftest import ROOT, load
 
-PATCHES = bench_compression.PATCHES | bench_speed.PATCHES
+PATCHES = bench_compression.PATCHES | bench_speed.PATCHES | bench_pipeline.PATCHES
 
 
 def worker(rung, patches, flags):
@@ -80,6 +86,10 @@ COMMANDS = {
     "accumulation": bench_speed.accumulation,
     "tensor": bench_speed.tensor,
     "tensor-memory": bench_speed.tensor_memory,
+    "pipeline": bench_pipeline.pipeline,
+    "pipeline-bubble": bench_pipeline.pipeline_bubble,
+    "pipeline-memory": bench_pipeline.pipeline_memory,
+    "pipeline-timeline": bench_pipeline.pipeline_timeline,
     "loading": bench_speed.loading,
     "start": bench_speed.start,
     "timers": bench_speed.timers,

@@ -1,6 +1,6 @@
-"""Memory, traffic and time of a step on paper, for Llama models in rungs 03 to 05 and 07.
+"""Memory, traffic and time of a step on paper, for Llama models in rungs 03 to 05, 07 and 08.
 
-The formulas stand in 05-multinode/README.md and 07-tensor-parallel/README.md, with their reasons.
+The formulas stand in the chapters of rungs 05, 07 and 08, with their reasons.
 tests/test_scale.py and tests/test_tensor_parallel.py hold the memory against what is measured.
 `python tests/benchmarks/benchmark.py scale` writes the tables of the chapters."""
 
@@ -108,3 +108,66 @@ def traffic(name, shards, gpus, tokens, length, ratio, links, recompute):
     compute = recompute * tokens * flops(config, n, length) / FLOPS
     seconds = [compute, inner / links[0], outer / links[1]]
     return inner, outer, [*seconds, max(seconds)]
+
+
+# An adapter of 100 Gbit/s that the 8 GPUs of a node share.
+SLOW_NETWORK = 0.8 * 12.5e9 / 8
+
+
+def step_on_four_nodes(rung, name, sequences, length, blocks_per_stage):
+    """A step of `sequences` on 4 nodes of 8 GPUs, with activation checkpointing, in bf16: bytes in
+    the memory of the largest GPU, bytes that a GPU sends within a node and between nodes, and a
+    function from the speed of the network to the seconds of a step.
+
+    A GPU has a sequence in each micro-batch: in rung 07 eight GPUs have eight, and in rung 08 each
+    stage has one. The `blocks_per_stage` are those of rung 08."""
+    nodes, gpus, c = 4, 8, 2
+    config = config_of(name)
+    n, block = parameters(config)
+    layers, h = config.num_hidden_layers, config.hidden_size
+    vocabulary = config.vocab_size * h
+    micro_batches = sequences // (nodes * gpus)
+    compute = 4 / 3 * sequences * length * flops(config, n, length) / (nodes * gpus * FLOPS)
+    inputs, one_block = length * c * h, length * activation_bytes(config)
+    logits = length * logit_bytes(config)
+    idle, exposed, inner, outer, shards = 1, 0, 0, 0, nodes * gpus
+
+    # FSDP gathers parameters twice in bf16, and scatters gradients in fp32, in each micro-batch.
+    fsdp = 2 * 2 + 4
+    if rung == "03":
+        memory = state_bytes(n, shards) + gathered_bytes(n, block, layers)
+        outer = micro_batches * fsdp * n * (shards - 1) / shards
+    elif rung == "04":
+        memory = state_bytes(n, gpus) + gathered_bytes(n, block, layers)
+        inner = micro_batches * fsdp * n * (gpus - 1) / gpus
+        outer = 2 * 4 * n / gpus * (nodes - 1) / nodes
+    elif rung == "07":
+        memory = state_bytes(n, shards) + gathered_bytes(n, block, layers) / gpus
+        # In a block 6 all-gathers and 5 reduce-scatters, in both ends 2 of each.
+        exposed = micro_batches * (11 * layers + 4) * gpus * inputs * (gpus - 1) / gpus
+        inner = exposed
+        outer = micro_batches * fsdp * n / gpus * (nodes - 1) / nodes
+    if rung != "08":
+        memory += layers * inputs + one_block + logits
+    else:
+        micro_batches *= nodes
+        totals = []
+        for stage, blocks in enumerate(blocks_per_stage):
+            is_end = stage in (0, nodes - 1)
+            of_stage = blocks * block + is_end * vocabulary
+            total = state_bytes(of_stage, gpus) + gathered_bytes(of_stage, block, blocks)
+            in_flight = nodes - stage
+            total += in_flight * blocks * inputs + one_block + (stage == nodes - 1) * logits
+            totals.append(total)
+        memory = max(totals)
+        largest = max(blocks_per_stage) * block
+        inner = micro_batches * fsdp * largest * (gpus - 1) / gpus
+        outer = 2 * micro_batches * inputs
+        idle = (micro_batches + nodes - 1) / micro_batches
+
+    def seconds(network):
+        if rung == "08":  # a stage waits for each exchange with another one
+            return idle * (max(compute, inner / NVLINK) + outer / network)
+        return max(compute + exposed / NVLINK, (inner - exposed) / NVLINK, outer / network)
+
+    return {"memory": memory, "within": inner, "between": outer, "seconds": seconds}

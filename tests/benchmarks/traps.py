@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from conftest import FAULTS, ROOT, data_args, end, load
+from conftest import FAULTS, ROOT, data_args, end, load, metrics, mutant, run
 from datasets.distributed import split_dataset_by_node
 from nodes import free_port
 from torch.distributed import fsdp
@@ -718,6 +718,62 @@ def tensor_parallel():
     return [*head, "largest relative error of a gradient"], rows
 
 
+# What is written otherwise in rung 08.
+STAGES_WRONGLY = {
+    "the gradients of the tied weight are not added up over the first and the last stage": [
+        ("            gradient += other_gradient\n", "")
+    ],
+    "each stage clips its gradients by a norm of its own": [
+        ('        dist.all_reduce(squared_norm, group=mesh.get_group("stage"))\n', "")
+    ],
+    "the norm counts the tied weight twice": [(" if stage.is_first or p is not tied_weight]", "]")],
+    "each stage counts the targets": [
+        ("        num_targets //= num_stages  # every", "        pass  # every")
+    ],
+    "the stages of a pipeline read different sequences": [
+        ("list(indices[pipeline::", "list(np.roll(indices, dist.get_rank())[pipeline::")
+    ],
+    "hidden states are given as embeddings, which this model scales": [
+        ("            entrance.hidden_states = inputs\n", ""),
+        ("    def forward(self, *args, **kwargs):", "    def forward(self, x, *args, **kwargs):"),
+        ("        return self.hidden_states\n", "        return x\n"),
+    ],
+    "rung 08": [],
+}
+
+
+def pipeline_parallel():
+    """Mistakes in splitting a model over stages: losses and norms against those of one process.
+
+    A Granite of four blocks with tied embeddings, in two pipelines of two stages. It is trained for
+    20 steps on the default data, without weight decay."""
+    flags = ["-s", 64, "--global-batch-size", 8, "-b", 1, "--eval-sequences", 8, "--max-steps", 20]
+    flags += ["--lr", "2e-3", "--weight-decay", 0, "--log-freq", 1, "-e", "a"]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("LADDER_HF_HOME", folder)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "embedding_multiplier": 12.0}
+        sizes |= {"tie_word_embeddings": True}
+        ids = {"vocab_size": 384, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        transformers.GraniteConfig(**sizes, **ids).save_pretrained(Path(folder, "model"))
+        flags += ["-m", Path(folder, "model")]
+        run("01-single-gpu", 1, *flags, "--save-dir", Path(folder, "one"))
+        one = metrics(Path(folder, "one", "a"))
+        for number, (name, edits) in enumerate(STAGES_WRONGLY.items()):
+            place = Path(folder, str(number))
+            path = mutant(place, "08-pipeline-parallel", *edits)
+            run("08-pipeline-parallel", 4, *flags, "--save-dir", place, path=path)
+            found = metrics(place / "a")
+            row = [name]
+            for step, key in ((1, "loss"), (1, "grad_norm"), (20, "loss")):
+                error = abs(found[step][f"train/{key}"] / one[step][f"train/{key}"] - 1)
+                row.append(f"{error:.2g}" if error > 1e-5 else "< 1e-5")
+            rows.append(row)
+    head = ["mistake", "relative error of the loss at step 1", "of the norm of the gradients"]
+    return [*head, "of the loss at step 20"], rows
+
+
 WORKER = """
 import time
 from datetime import timedelta
@@ -799,6 +855,7 @@ TRAPS = {
     "elastic-data": elastic_data,
     "sharded-init": sharded_init,
     "tensor-parallel": tensor_parallel,
+    "pipeline-parallel": pipeline_parallel,
     "join": join,
 }
 

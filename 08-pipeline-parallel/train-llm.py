@@ -1,10 +1,10 @@
-"""Rung 08: pipeline parallelism. Each process has some of the layers, and passes on what they give.
+"""Rung 08: pipeline parallelism. Each process has some layers, and sends their output to the next.
 
 Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py
-    torchrun --standalone --nproc-per-node 4 train-llm.py -e notes -d notes.txt --stages 4 -b 4
-    torchrun --standalone --nproc-per-node 8 train-llm.py -e alpaca -m Qwen/Qwen3-8B -d alpaca.jsonl
+    torchrun --standalone --nproc-per-node 4 train-llm.py -e notes -d notes.txt -b 4
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e a -m Qwen/Qwen3-8B -d a.jsonl -b 1
 """
 
 import argparse
@@ -219,15 +219,16 @@ def main(args):
         f"{num_pipelines} pipeline(s) of {num_stages} stage(s) × "
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
-    # The first micro-batch reaches the last stage after num_stages - 1 others have worked on it.
-    # Until then the last stage is idle. At the end of a step the first one is, and those in between
-    # are at both ends. The part of a step in which a stage is idle is called the bubble.
+    # At the beginning of a step the last stage waits until the first micro-batch has passed all
+    # stages before it, and at the end the first stage waits for the last gradients. The share of a
+    # step in which a stage is idle is called the bubble. This is it if all stages are equally fast.
     if grad_accum_steps < num_stages:
-        longest = sequences_per_pipeline // num_stages
-        way_out = f"use --batch-size {longest} or less" if longest else "use fewer stages"
-        fail(f"--stages {num_stages}: a step has only {grad_accum_steps} micro-batches, {way_out}")
+        largest = sequences_per_pipeline // num_stages
+        way_out = f"use --batch-size {largest} or less" if largest else "use fewer stages"
+        needed = f"a step needs as many micro-batches and has {grad_accum_steps}"
+        fail(f"--stages {num_stages}: {needed}, {way_out}")
     bubble = (num_stages - 1) / (grad_accum_steps + num_stages - 1)
-    say(f"each stage is idle for {bubble:.0%} of a step: a smaller --batch-size makes this less")
+    say(f"each stage is idle for about {bubble:.0%} of a step, less with a smaller --batch-size")
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
@@ -1100,8 +1101,8 @@ def fill_from_rank_0(model, full_model, device):
     those that transformers gives to this architecture."""
     model.to_empty(device=device)
     weights = full_model.state_dict() if full_model is not None else {}
-    # Rank 0 sends the weights of other stages, too. Each rank takes those that its stage has, which
-    # is not strict any more: so look whether it gets all.
+    # Rank 0 sends the weights of all stages, and each rank takes those of its own. With
+    # strict=False the others are skipped, so check that none of its own is missing.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     missing = model.state_dict().keys() - set(all_gather_object(list(weights))[0])
     if missing:
@@ -1193,10 +1194,10 @@ def split_blocks(model, blocks, num_stages, seq_length):
     work = [block] * num_stages
     work[-1] += output_layer
     for _ in range(len(blocks) - num_stages):
-        # The last of those that have least: the first stage has most activations.
-        stage = min(reversed(range(num_stages)), key=lambda i: work[i])
-        num_blocks[stage] += 1
-        work[stage] += block
+        # Of several with the least work the last one: earlier stages keep more activations.
+        lightest = min(reversed(range(num_stages)), key=lambda i: work[i])
+        num_blocks[lightest] += 1
+        work[lightest] += block
     return num_blocks
 
 
@@ -1210,14 +1211,14 @@ def keep_stage(model, blocks, blocks_per_stage, stage, is_tied):
     names = {module: name for name, module in model.named_modules()}
     in_blocks = {module for block in blocks for module in block.modules()}
 
-    # Embeddings, last norm and output layer: transformers has a plan which of them comes first.
+    # Embeddings, last norm and output layer: transformers has a plan that says what each takes.
     for module, name in names.items():
         if module in in_blocks or not list(module.parameters(recurse=False)):
             continue
         takes = [plan[0] for key, plan in model.pp_plan.items() if f"{name}.".startswith(f"{key}.")]
         if not takes:
             plan = f"the plan of transformers for {model.config.model_type}"
-            fail(f"--stages: {plan} does not say where {name} belongs, use 03-fsdp")
+            fail(f"--stages: {plan} does not say where {name} belongs, train it with 03-fsdp")
         is_here = stage.is_first if "input_ids" in takes[0] else stage.is_last
         # A weight that is also that of the output layer has the name of the embeddings.
         is_tied_here = is_tied and stage.is_last and module is model.get_input_embeddings()
@@ -1262,7 +1263,7 @@ class PassThrough(torch.nn.Module):
 class Entrance(torch.nn.Module):
     """Stands for the block before those of a stage, and returns the hidden states from there.
 
-    What the model has done before, such as to scale the embeddings, the first stage has done."""
+    It discards its input: what the model does before its blocks, the first stage has done."""
 
     hidden_states = None
 
@@ -1570,9 +1571,9 @@ def parse_args():
     add("--max-grad-norm", type=positive(float), default=1.0, help="default: %(default)s")
 
     add = parser.add_argument_group("pipeline parallelism").add_argument
-    stages_help = "processes that have some of the layers each, default: %(default)s"
+    stages_help = "number of stages into which the layers are split, default: %(default)s"
     add("--stages", type=positive(int), default=2, help=stages_help)
-    schedule_help = "gpipe: all forward passes of a step come first, default: %(default)s"
+    schedule_help = "order of the passes; gpipe does all forward passes first, default: %(default)s"
     add("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help=schedule_help)
 
     # A run that is resumed keeps its flags, unless the command line sets them. So the flags are
@@ -1683,14 +1684,14 @@ def check_hardware(args):
     if gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         fail(f"--nproc-per-node: there are only {torch.cuda.device_count()} GPUs here")
     if args.dtype == "fp16":
-        fail("--dtype fp16: its gradient scaling does not know of stages, use bf16 or fp32")
+        fail("--dtype fp16: is not supported with stages, use bf16 or fp32")
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     compiler = os.environ.get("CXX", "g++")
     if args.compile and not gpu and shutil.which(compiler) is None:
         fail(f"--compile: needs the compiler {compiler} (Debian: apt-get install g++)")
     if args.attn.startswith("flash") and (not gpu or args.dtype == "fp32"):
-        fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16 or fp16")
+        fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16")
 
 
 def check_stages(args):

@@ -137,6 +137,12 @@ WITHOUT_A_GPU = [
     ("--dtype fp16", "--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32"),
     ("--attn flash_attention_2", "--attn flash_attention_2: needs a GPU, and --dtype bf16 or fp16"),
 ]
+# The same in rung 08, which has no fp16, with a GPU or without.
+WITHOUT_FP16 = [
+    ("--dtype fp16", "--dtype fp16: is not supported with stages, use bf16 or fp32"),
+    WITHOUT_A_GPU[0],
+    ("--attn flash_attention_2", "--attn flash_attention_2: needs a GPU, and --dtype bf16"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -214,13 +220,14 @@ def rungs():
     ]
     + [("04-compression", *case) for case in COMPRESSION]
     + LATER
-    + [(rung, *case) for rung in RUNGS for case in WITHOUT_A_GPU],
+    + [(rung, *case) for rung in RUNGS if rung[:2] != "08" for case in WITHOUT_A_GPU]
+    + [("08-pipeline-parallel", *case) for case in WITHOUT_FP16],
 )
 def test_flags_are_refused_before_anything_starts(
     rung, flags, said, rungs, inputs, monkeypatch, capsys
 ):
     """In this process: a run of its own for each would be a minute of imports."""
-    if (flags, said) in WITHOUT_A_GPU and torch.cuda.is_available():
+    if (flags, said) in WITHOUT_A_GPU + WITHOUT_FP16[1:] and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     monkeypatch.chdir(inputs)
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

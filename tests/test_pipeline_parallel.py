@@ -231,6 +231,21 @@ def test_the_blocks_are_split_by_their_work(rung, sizes, num_stages, expected):
     assert rung.split_blocks(model, model.model.layers, num_stages, 32) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_stages", "tied"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
+def test_the_state_is_that_of_the_largest_stage(rung, curve, tmp_path, num_stages, tied):
+    """16 bytes for each of its parameters, divided by the number of pipelines."""
+    sizes = {"vocab_size": 1024, "tie_word_embeddings": tied}
+    flags = ("-m", save_config(tmp_path / "m", "llama", **sizes), *FEW, "--stages", num_stages)
+    measured = curve(RUNG, 4, *flags)[3]["memory/state_gb"] * 1e9
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config_of("llama", **sizes))
+        stages = [stage_of(rung, whole, index, num_stages)[0] for index in range(num_stages)]
+    largest = max(sum(p.numel() for p in stage.parameters()) for stage in stages)
+    assert measured == pytest.approx(16 * largest * num_stages / 4, rel=0.02)
+
+
 # What a stage keeps, and when it computes
 
 BENCHMARK = ROOT / "tests" / "benchmarks" / "benchmark.py"
@@ -437,11 +452,16 @@ REFUSED = [
         "llama",
         {},
         (*TWO, "-b", 8),
-        "--stages 2: a step has only 1 micro-batches, use --batch-size 4",
+        "--stages 2: a step needs as many micro-batches and has 1, use --batch-size 4",
     ),
-    ("llama", {}, (*TWO, "--global-batch-size", 1), "has only 1 micro-batches, use fewer stages"),
+    (
+        "llama",
+        {},
+        (*TWO, "--global-batch-size", 1),
+        "as many micro-batches and has 1, use fewer",
+    ),
     ("llama", {}, ("--stages", 3), "--stages 3: does not divide 2 processes"),
-    ("llama", {}, ("--dtype", "fp16"), "--dtype fp16: its gradient scaling does not know of"),
+    ("llama", {}, ("--dtype", "fp16"), "--dtype fp16: is not supported with stages, use bf16"),
     ("gemma4_text", {}, TWO, "does not say where model.embed_tokens_per_layer belongs"),
 ]
 

@@ -34,8 +34,8 @@ def on_paper():
     rows = []
     for name, gpus, shards in LAYOUTS:
         row = [name, f"{gpus // 8} × 8", shards]
-        # Shards within a node speak over NVLink, those across nodes over the network.
-        links = scale.NVLINK if shards <= 8 else scale.NETWORK, scale.NETWORK
+        # Shards within a node speak over NVLink, those across nodes over the adapters as well.
+        links = scale.NVLINK if shards <= 8 else scale.RING_OVER_NODES, scale.NETWORK
         fits = scale.sizes(name, shards, tokens)["total"] < 80e9
         for ratio in (1, 4 / BYTES_A_VALUE["int8"]):
             how = shards, gpus, tokens, length, ratio, links, 1 if fits else 4 / 3
@@ -90,9 +90,10 @@ def split_over_four_nodes():
         step = scale.step_on_four_nodes(*how)
         row = [rung, way, f"{step['memory'] / 1e9:,.0f}"]
         row += [f"{step[which] / 1e9:,.0f}" for which in ("within", "between")]
-        for network in (scale.NETWORK, scale.SLOW_NETWORK):
-            row.append(f"{step['seconds'](network):,.0f}" if step["memory"] < 80e9 else "–")
+        for speed in (scale.FAST_NODE, scale.SLOW_NODE):
+            row.append(f"{step['seconds'](speed):,.0f}" if step["memory"] < 80e9 else "–")
         rows.append(row)
     head = ["rung", "split over 4 × 8 GPUs", "memory of the largest GPU, GB"]
-    head += ["sent within a node, GB", "between nodes, GB", "step, s, 400 Gbit/s for each GPU"]
-    report("scale-split", [*head, "step, s, 100 Gbit/s for each node"], rows)
+    head += ["sent by a GPU within its machine, GB", "sent by a machine, GB"]
+    head += ["step, s, 400 Gbit/s for each GPU", "step, s, 100 Gbit/s for each machine"]
+    report("scale-split", head, rows)

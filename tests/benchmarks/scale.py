@@ -26,6 +26,9 @@ MODELS = {
 # GPU's NVLink and of a 400 Gbit/s adapter of its own, of which collectives reach 80 %. Sources:
 # NVIDIA's data sheets; torchtitan's benchmarks (33 to 39 % for Llama-3.1-8B on 8 H100).
 FLOPS, NVLINK, NETWORK = 0.4 * 989e12, 0.8 * 450e9, 0.8 * 50e9
+# A ring through all GPUs of several nodes leaves each node once, for its 8 GPUs. NCCL makes a ring
+# for each adapter. So what a GPU sends to the next one in such rings goes over 8 adapters.
+RING_OVER_NODES = min(NVLINK, 8 * NETWORK)
 
 
 def config_of(name):
@@ -110,14 +113,15 @@ def traffic(name, shards, gpus, tokens, length, ratio, links, recompute):
     return inner, outer, [*seconds, max(seconds)]
 
 
-# An adapter of 100 Gbit/s that the 8 GPUs of a node share.
-SLOW_NETWORK = 0.8 * 12.5e9 / 8
+# What a node sends in a second: with an adapter of 400 Gbit/s for each of its 8 GPUs, and with one
+# of 100 Gbit/s for all of them.
+FAST_NODE, SLOW_NODE = 8 * NETWORK, 0.8 * 12.5e9
 
 
 def step_on_four_nodes(rung, name, sequences, length, blocks_per_stage):
     """A step of `sequences` on 4 nodes of 8 GPUs, with activation checkpointing, in bf16: bytes in
-    the memory of the largest GPU, bytes that a GPU sends within a node and between nodes, and a
-    function from the speed of the network to the seconds of a step.
+    the memory of the largest GPU, bytes that a GPU sends to others of its node, bytes that a node
+    sends to other nodes, and a function from the bytes a second of a node to the seconds of a step.
 
     A GPU has a sequence in each micro-batch: in rung 07 eight GPUs have eight, and in rung 08 each
     stage has one. The `blocks_per_stage` are those of rung 08."""
@@ -136,17 +140,18 @@ def step_on_four_nodes(rung, name, sequences, length, blocks_per_stage):
     fsdp = 2 * 2 + 4
     if rung == "03":
         memory = state_bytes(n, shards) + gathered_bytes(n, block, layers)
-        outer = micro_batches * fsdp * n * (shards - 1) / shards
+        # In a ring through all GPUs one of each node sends to the next node.
+        inner = outer = micro_batches * fsdp * n * (shards - 1) / shards
     elif rung == "04":
         memory = state_bytes(n, gpus) + gathered_bytes(n, block, layers)
         inner = micro_batches * fsdp * n * (gpus - 1) / gpus
-        outer = 2 * 4 * n / gpus * (nodes - 1) / nodes
+        outer = gpus * 2 * 4 * n / gpus * (nodes - 1) / nodes
     elif rung == "07":
         memory = state_bytes(n, shards) + gathered_bytes(n, block, layers) / gpus
         # In a block 6 all-gathers and 5 reduce-scatters, in both ends 2 of each.
         exposed = micro_batches * (11 * layers + 4) * gpus * inputs * (gpus - 1) / gpus
         inner = exposed
-        outer = micro_batches * fsdp * n / gpus * (nodes - 1) / nodes
+        outer = gpus * micro_batches * fsdp * n / gpus * (nodes - 1) / nodes
     if rung != "08":
         memory += layers * inputs + one_block + logits
     else:
@@ -155,19 +160,18 @@ def step_on_four_nodes(rung, name, sequences, length, blocks_per_stage):
         for stage, blocks in enumerate(blocks_per_stage):
             is_end = stage in (0, nodes - 1)
             of_stage = blocks * block + is_end * vocabulary
+            inner = max(inner, micro_batches * fsdp * of_stage * (gpus - 1) / gpus)
             total = state_bytes(of_stage, gpus) + gathered_bytes(of_stage, block, blocks)
             in_flight = nodes - stage
             total += in_flight * blocks * inputs + one_block + (stage == nodes - 1) * logits
             totals.append(total)
         memory = max(totals)
-        largest = max(blocks_per_stage) * block
-        inner = micro_batches * fsdp * largest * (gpus - 1) / gpus
-        outer = 2 * micro_batches * inputs
+        outer = gpus * 2 * micro_batches * inputs
         idle = (micro_batches + nodes - 1) / micro_batches
 
-    def seconds(network):
+    def seconds(speed_of_node):
         if rung == "08":  # a stage waits for each exchange with another one
-            return idle * (max(compute, inner / NVLINK) + outer / network)
-        return max(compute + exposed / NVLINK, (inner - exposed) / NVLINK, outer / network)
+            return idle * (max(compute, inner / NVLINK) + outer / speed_of_node)
+        return max(compute + exposed / NVLINK, (inner - exposed) / NVLINK, outer / speed_of_node)
 
     return {"memory": memory, "within": inner, "between": outer, "seconds": seconds}

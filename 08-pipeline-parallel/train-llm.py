@@ -1138,6 +1138,9 @@ class Stage:
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.device = device
+        # With NCCL all ranks of a group must take part in its first operation. In an exchange only
+        # two of them do.
+        dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def exchange_with_previous(self, earlier_inputs, input_ids):
         """Sends the gradients of `earlier_inputs`, and receives the inputs for other `input_ids`.

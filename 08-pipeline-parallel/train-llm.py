@@ -302,12 +302,16 @@ def main(args):
     # the memory of its CPU, and sends it to all. The barrier is there because this may take long.
     shard_device = torch.device("cpu") if args.cpu_offload else device
     full_model = None
+    missing = []
     with reading(model_flags):
         if files:
-            read_shards(model, weights, files, conversions, shard_device)
+            missing = read_shards(model, weights, files, conversions, shard_device)
         elif dist.get_rank() == 0:
             full_model = load_model(config, weights, args.attn, args.seed)
     dist.barrier(loading_group)
+    missing = sum(all_gather_object(missing), [])  # the stages lack different weights
+    if missing:
+        fail(f"--model-name {args.model_name}: it lacks weights for {missing[0]}")
     if not files:
         fill_from_rank_0(model, full_model, shard_device)
     del full_model
@@ -1062,7 +1066,9 @@ def find_weights(model, name):
 
 
 def read_shards(model, name, files, conversions, device):
-    """Reads the values of this rank's shards, as fp32, from safetensors files."""
+    """Reads the values of this rank's shards, as fp32, from safetensors files.
+
+    Returns the names of parameters that are not in the files."""
     # Without this, transformers reads with several threads, which takes more memory.
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     if dist.get_rank() > 0:
@@ -1078,13 +1084,15 @@ def read_shards(model, name, files, conversions, device):
     convert_and_load_state_dict_in_model(model, tensors, options)
     model.tie_weights()  # such as the output layer, if it has the weights of the embeddings
 
+    missing = []
     for key in [name for name, _ in model.named_parameters()]:
         parameter = model.get_parameter(key)
         # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
         if parameter.is_meta and parameter.to_local().numel() == 0:
             shard = torch.empty_like(parameter, device=device)
         elif parameter.is_meta:
-            fail(f"--model-name {name}: it lacks weights for {key}")
+            missing.append(key)
+            continue
         else:
             # A DTensor is always created on the GPU. With --cpu-offload it must be on the CPU.
             # It may be a view of a larger tensor. Rung 05 could not save that, so it is copied.
@@ -1092,6 +1100,7 @@ def read_shards(model, name, files, conversions, device):
         owner, _, attribute = key.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))
     model.tie_weights()  # again, because the parameters are new
+    return missing
 
 
 def fill_from_rank_0(model, full_model, device):
@@ -1164,7 +1173,9 @@ class Stage:
         Without one of them nothing is sent, or received. The last stage has no next one."""
         if self.is_last:
             return None
-        gradients = None if earlier_outputs is None else torch.empty_like(earlier_outputs)
+        gradients = None
+        if earlier_outputs is not None:
+            gradients = torch.empty_like(earlier_outputs, memory_format=torch.contiguous_format)
         self.exchange(self.index + 1, outputs, gradients)
         return gradients
 
@@ -1187,7 +1198,8 @@ class Stage:
 def split_blocks(model, blocks, num_stages, seq_length):
     """Returns the number of blocks of each stage, so that their work is as equal as possible.
 
-    The output layer, on the last stage, is work as well. A lookup in the embeddings is not."""
+    The output layer, on the last stage, is work as well. A lookup in the embeddings is not. In a
+    mixture of experts all experts count, so there the output layer counts for too little."""
     if len(blocks) < num_stages:
         fail(f"--stages {num_stages}: the model has only {len(blocks)} blocks")
     output_layer = 6 * model.get_output_embeddings().weight.numel()  # FLOPs per token
@@ -1321,9 +1333,9 @@ def check_causal(model, seq_length, device, stage):
     tolerance = (0.1 if has_experts else 1e-5) * logits.abs().max()
     tolerance += 10 * (logits - same_logits).abs().max()
     # On other stages than the last one these are hidden states, for which the same holds.
-    is_causal = ((logits - other_logits).abs().max() <= tolerance).to("cpu", torch.int32)
-    dist.all_reduce(is_causal, dist.ReduceOp.MIN)
-    if not is_causal:
+    is_changed = ((logits - other_logits).abs().max() > tolerance).to("cpu", torch.int32)
+    dist.all_reduce(is_changed, dist.ReduceOp.MAX)
+    if is_changed:
         problem = "not causal: a token changes what the model predicts before that token"
         fail(f"--model-name {model.config.name_or_path}: {problem}")
 
@@ -1699,9 +1711,13 @@ def check_hardware(args):
 
 def check_stages(args):
     """The number of stages. Ends the run if the ranks do not form such pipelines."""
-    for rank, there in enumerate(all_gather_object(args.stages)):
-        if there != args.stages:
-            fail(f"--stages: {args.stages} here and {there} on rank {rank}, set it on all")
+    # What two stages exchange depends on these flags. If they differ, one would wait for ever.
+    for name in ("stages", "schedule", "batch_size", "dtype"):
+        here = getattr(args, name)
+        for rank, there in enumerate(all_gather_object(here)):
+            if there != here:
+                flag = f"--{name.replace('_', '-')}"
+                fail(f"{flag}: {here} here and {there} on rank {rank}, set it on all")
     if dist.get_world_size() % args.stages > 0:
         fail(f"--stages {args.stages}: does not divide {dist.get_world_size()} processes")
     return args.stages

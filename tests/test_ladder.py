@@ -99,6 +99,7 @@ CHANGED = {
     },
     "08-pipeline-parallel": {
         "main": "the stages, the schedule, what they exchange",
+        "read_shards": "the stages lack different weights",
         "fill_from_rank_0": "a stage takes a part of the weights",
         "check_causal": "the forward pass goes through the stages",
         "share_of_rank": "the stages of a pipeline read the same sequences",

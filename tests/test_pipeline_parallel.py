@@ -478,12 +478,26 @@ def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, fl
     assert message in line
 
 
-def test_ranks_with_different_numbers_of_stages(tmp_path):
-    """As with other flags on another machine. Pipelines of unequal length would hang."""
-    path = mutant(
-        tmp_path,
-        RUNG,
-        ("all_gather_object(args.stages)", 'all_gather_object(int(os.environ["RANK"]) + 1)'),
-    )
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"), [("stages", 1, 2), ("schedule", "gpipe", "1f1b")]
+)
+def test_ranks_with_different_flags(tmp_path, name, wrong, right):
+    """As with another command on another machine. The stages would wait for each other for ever."""
+    line = "        here = getattr(args, name)\n"
+    other = f"        if name == {name!r} and dist.get_rank() == 0:\n            here = {wrong!r}\n"
+    path = mutant(tmp_path, RUNG, (line, line + other))
     result = run(RUNG, 2, *FEW, path=path, check=False)
-    assert result.errors == ["train-llm.py: error: --stages: 2 here and 1 on rank 0, set it on all"]
+    said = f"--{name}: {wrong} here and {right} on rank 1, set it on all"
+    assert result.errors == [f"train-llm.py: error: {said}"]
+
+
+def test_a_weight_that_only_one_stage_misses(tmp_path):
+    """The stage that lacks it tells the others, and one line names it."""
+    config = config_of("llama", tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config)
+    weights = model.state_dict()
+    del weights["model.norm.weight"]
+    model.save_pretrained(tmp_path / "m", state_dict=weights)
+    result = run(RUNG, 2, *FEW, "-m", tmp_path / "m", check=False)
+    name = f"--model-name {tmp_path / 'm'}: it lacks weights for model.norm.weight"
+    assert result.errors == [f"train-llm.py: error: {name}"]

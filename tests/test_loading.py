@@ -197,7 +197,7 @@ def test_weights_that_are_missing_are_named(rung, saved, tmp_path):
     lost_weights = {key for key, file in index["weight_map"].items() if file == lost}
     index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != lost}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    result = run(rung, 2, *ONE_STEP, "-m", folder, check=False)
+    result = run(rung, 2, *ONE_STEP, "-b", 1, "-m", folder, check=False)
     assert result.returncode != 0
     assert len(result.errors) == 1
     assert f"--model-name {folder}: it lacks weights for model.layers." in result.errors[0]

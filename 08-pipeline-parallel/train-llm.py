@@ -305,7 +305,7 @@ def main(args):
     missing = []
     with reading(model_flags):
         if files:
-            missing = read_shards(model, weights, files, conversions, shard_device)
+            missing = read_shards(model, files, conversions, shard_device)
         elif dist.get_rank() == 0:
             full_model = load_model(config, weights, args.attn, args.seed)
     dist.barrier(loading_group)
@@ -1065,7 +1065,7 @@ def find_weights(model, name):
     return [file for file in files if file is not None], conversions
 
 
-def read_shards(model, name, files, conversions, device):
+def read_shards(model, files, conversions, device):
     """Reads the values of this rank's shards, as fp32, from safetensors files.
 
     Returns the names of parameters that are not in the files."""

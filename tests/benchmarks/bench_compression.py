@@ -28,6 +28,7 @@ from bench_common import (
     two_nodes,
     write_model,
 )
+from canvas import WIDTH, Canvas
 from conftest import load, metrics
 
 # Patches of rung 04: each changes its GradientCompressor.
@@ -486,12 +487,6 @@ def train(mode, seed, lr):
 
 def tabulate():
     """The tables and the plot of what `loss` measured so far."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
-    from matplotlib import pyplot
-
     lines = [json.loads(line) for line in (MEASURED / "loss.jsonl").read_text().splitlines()]
     lines.sort(key=lambda line: line["seed"])
     dense = {(x["seed"], x["lr"]): x["loss"] for x in lines if x["mode"] == "dense"}
@@ -507,19 +502,97 @@ def tabulate():
             row.append(f"{statistics.mean(above):+.1f} %" if runs else "")
             row[1] = f"1/{runs[0]['ratio']:.2f}" if runs else row[1]
             if runs and lr == LR:
-                points.append((runs[0]["ratio"], statistics.mean(above), mode))
+                points.append((4 / runs[0]["ratio"], statistics.mean(above), mode, len(runs)))
         rows.append(row)
     head = ["mode", "bytes", f"final loss at {LR:g}, by seed", "above dense"]
     report("loss", [*head, f"at {HIGH_LR:g}", "above dense"], rows)
-    front = [p for p in points if not any(q[0] >= p[0] and q[1] < p[1] for q in points)]
-    front.sort()
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    axes.plot([p[0] for p in front], [p[1] for p in front], color="tab:blue", zorder=1)
-    for ratio, above, mode in points:
-        color = "tab:blue" if (ratio, above, mode) in front else "tab:gray"
-        axes.scatter(ratio, above, color=color, zorder=2)
-        axes.annotate(mode, (ratio, above), (5, 4), textcoords="offset points", fontsize=8)
-    axes.set(xscale="log", xlabel="times fewer bytes than fp32", ylabel="final loss above dense, %")
-    axes.set_title("5.3 M parameters, 600 steps, 4 replicas. Blue: the Pareto front")
-    figure.tight_layout()
-    figure.savefig(MEASURED / "loss.svg", metadata={"Date": None})
+    draw_loss(points)
+
+
+# The place of a label of the picture, seen from its point: pixels to the right and down, and which
+# end of the text is there. Where nothing is said, it is to the right of its point.
+LABELS = {
+    "dense": (0, -12, "middle"),
+    "bf16": (0, -12, "middle"),
+    "int4": (-11, 4, "end"),
+    "randk, half in int8": (-11, 4, "end"),
+    "randk, half in int4": (-11, 7, "end"),
+    "randk, half in int4, feedback 0.5": (0, -12, "middle"),
+    "dct, all in int4": (11, -6, "start"),
+    "dct, largest half in int8": (11, 4, "start"),
+    "largest half in int8": (11, 9, "start"),
+    "int8": (11, 10, "start"),
+    "int8, feedback": (11, -2, "start"),
+    "dct, half in int8": (34, -44, "start"),
+    "the same places in all chunks, half in int8": (34, -64, "start"),
+    "largest half in int4": (-11, 4, "end"),
+    "drawn for each chunk, half in int8": (-11, 4, "end"),
+    "PowerSGD, rank 16, warm-up": (14, 21, "end"),
+}
+# What the colors stand for: a mode has that of the first word that its name begins with.
+FAMILIES = {
+    "dct": ("rank3", "frequencies (dct)"),
+    "largest": ("rank1", "the largest values"),
+    "randk": ("rank2", "values at random places"),
+    "drawn": ("rank2", ""),
+    "the same": ("rank2", ""),
+    "PowerSGD": ("muted", "PowerSGD, matrices of low rank"),
+    "": ("rank0", "all values, in fewer bits"),
+}
+
+
+def draw_loss(points):
+    """The final loss against the bytes. `points` are (bytes, % above dense, mode, runs)."""
+    left, right, top, bottom = 52, WIDTH - 12, 44, 560
+    highest = max(above for _, above, _, _ in points) + 0.6
+    lowest = min(above for _, above, _, _ in points) - 0.6
+    per_octave = (right - left) / math.log2(4.8 / 0.11)
+    per_percent = (bottom - top) / (highest - lowest)
+
+    def place(size, above):
+        return left + per_octave * math.log2(size / 0.11), bottom - per_percent * (above - lowest)
+
+    canvas = Canvas(612, label="Final loss of each way to compress, against the bytes it sends")
+    canvas.text(0, 16, "Final loss above that of dense, in %", "text title")
+    conditions = f"5.3 M parameters, 600 steps, 4 replicas, learning rate {LR:g}"
+    canvas.text(right, 16, conditions, "muted", "end")
+    for percent in range(0, math.floor(highest) + 1, 2):
+        _, y = place(1, percent)
+        canvas.line(left, y, right, y, "line" if percent == 0 else "idle")
+        canvas.text(left - 10, y + 4, f"{percent:+d} %" if percent else "0 %", "muted", "end")
+    for size in (4, 2, 1, 1 / 2, 1 / 4, 1 / 8):
+        x, _ = place(size, 0)
+        canvas.line(x, bottom, x, bottom + 5)
+        number = f"{size:g}" if size >= 1 else f"1/{1 / size:g}"
+        canvas.text(x, bottom + 20, number, "muted", "middle")
+    canvas.line(left, bottom, right, bottom)
+    title = "bytes for the gradient of one parameter (logarithmic)"
+    canvas.text((left + right) / 2, bottom + 44, title, "text", "middle")
+
+    for size, above, mode, runs in points:
+        x, y = place(size, above)
+        color = next(color for start, (color, _) in FAMILIES.items() if mode.startswith(start))
+        dx, dy, anchor = LABELS.get(mode, (11, 4, "start"))
+        if math.hypot(dx, dy) > 30:
+            canvas.line(x, y, x + dx - 4, y + dy - 4)
+        point(canvas, x, y, color, filled=runs > 1)
+        canvas.text(x + dx, y + dy, mode, "text small", anchor)
+
+    x, y = 480, top + 34
+    for color, family in reversed(FAMILIES.values()):
+        if family:
+            point(canvas, x, y, color, filled=True)
+            canvas.text(x + 14, y + 4.5, family)
+            y += 24
+    for filled, meaning in ((True, "mean of two seeds"), (False, "one seed")):
+        point(canvas, x, y, "text", filled)
+        canvas.text(x + 14, y + 4.5, meaning)
+        y += 24
+    canvas.save(MEASURED / "loss.svg")
+
+
+def point(canvas, x, y, color, filled):
+    if filled:
+        canvas.box(x - 5, y - 5, 10, 10, color, radius=5)
+    else:
+        canvas.box(x - 4.3, y - 4.3, 8.6, 8.6, color, outline=True, radius=4.3)

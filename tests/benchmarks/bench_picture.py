@@ -1,4 +1,4 @@
-"""All rungs side by side: the picture and the table of the README."""
+"""Rungs 01 to 05 side by side: losses, speed, memory, and bytes that are sent."""
 
 import statistics
 import subprocess
@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 from bench_common import (
-    MEASURED,
     RUNG_01,
     RUNG_02,
     RUNG_03,
@@ -76,28 +75,3 @@ def picture():
         rows.append([name, *losses, *(f"{number:,.0f}" for number in numbers)])
     head = ["rung", *(f"loss at step {step}" for step in (1, 20, STEPS)), *columns]
     report("picture", head, rows)
-    draw(results, columns)
-
-
-def draw(results, columns):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.6), width_ratios=[1.6, 1, 1, 1])
-    colors = [f"C{i}" for i in range(len(results))]
-    for i, (name, (lines, _)) in enumerate(results.items()):
-        losses = [line["train/loss"] for line in lines.values()]
-        # Curves that lie on each other: the first drawn is the widest.
-        axes[0].plot(list(lines), losses, label=name, color=colors[i], linewidth=8 - i)
-    axes[0].set(xlabel="step", ylabel="loss, nats per byte", title="loss")
-    axes[0].legend(fontsize=8)
-    for axis, (title, numbers) in zip(axes[1:], columns.items(), strict=True):
-        bars = axis.barh(list(results), numbers, color=colors)
-        axis.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=2)
-        axis.set(title=title, xlim=(0, 1.25 * max(numbers)))
-        axis.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(MEASURED / "picture.svg", metadata={"Date": None})

@@ -10,11 +10,11 @@ import time
 import weakref
 from pathlib import Path
 
-import figures
 import torch
 import transformers
 from bench_common import MEASURED, RUNG_08, environment, report, torchrun, write_model
 from bench_speed import must_agree, run_and_count, setting
+from canvas import WIDTH, Canvas
 from torch.distributed.tensor import DTensor
 
 # How long a forward pass of a stage takes, and a backward pass, which is twice the work.
@@ -92,10 +92,55 @@ def pipeline_timeline():
     with tempfile.TemporaryDirectory() as folder:
         small = write_model(Path(folder, "small"), **EIGHT_BLOCKS)
         measured = {}
-        for schedule in SCHEDULES:
+        for schedule in reversed(SCHEDULES):
             stages = run_patched("slept", small, 4, 8, schedule)
             measured[schedule] = [passes[-1] for passes in stages]
-    figures.timeline(MEASURED / "pipeline-timeline.svg", measured)
+    draw_timeline(MEASURED / "pipeline-timeline.svg", measured)
+
+
+TITLES = {"1f1b": "--schedule 1f1b", "gpipe": "--schedule gpipe"}
+
+
+def draw_timeline(path, measured):
+    """One step of a pipeline: a row for each stage, and a box for each pass of a micro-batch.
+
+    `measured` has for each schedule a list of [phase, start, end], in seconds, for each stage."""
+    left, row = 66, 30
+    colors = {"forward": "rank0", "backward": "rank1"}
+    longest = max(end - begin for begin, end in map(extent, measured.values()))
+    scale = (WIDTH - left - 10) / longest
+    height = sum(34 + row * len(stages) for stages in measured.values()) + 50
+    canvas = Canvas(height, label="One step of a pipeline, measured")
+    y = 18
+    for schedule, stages in measured.items():
+        begin, end = extent(stages)
+        busy = [sum(b - a for _, a, b in passes) for passes in stages]
+        idle = 1 - sum(busy) / len(busy) / (end - begin)
+        canvas.text(0, y, f"{TITLES[schedule]}: {100 * idle:.0f} % idle", "text title")
+        y += 10
+        for number, passes in enumerate(stages):
+            canvas.text(0, y + 17, f"stage {number}")
+            canvas.box(left, y, (end - begin) * scale, 24, "idle")
+            count = {"forward": 0, "backward": 0}
+            for phase, start, stop in passes:
+                x, width = left + (start - begin) * scale, (stop - start) * scale
+                canvas.box(
+                    x + 0.5, y, width - 1, 24, colors[phase], count[phase], text_style="small"
+                )
+                count[phase] += 1
+            y += row
+        y += 24
+    legend = [("rank0", "forward pass of micro-batch 0, 1, …", 0)]
+    legend += [("rank1", "backward pass", 290), ("idle", "idle", 440)]
+    for color, label, x in legend:
+        canvas.box(left + x, y - 12, 24, 24, color)
+        canvas.text(left + x + 32, y + 5, label)
+    canvas.save(path)
+
+
+def extent(stages):
+    begin = min(start for passes in stages for _, start, _ in passes)
+    return begin, max(end for passes in stages for _, _, end in passes)
 
 
 def pipeline_memory():

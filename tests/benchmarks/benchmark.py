@@ -16,6 +16,8 @@ Timings are ratios within one command on one machine, contenders in turn.
     pipeline-bubble  how long the stages of rung 08 are idle
     pipeline-memory  what a stage of rung 08 keeps for the backward pass
     pipeline-timeline  a picture of a step of rung 08
+    timeline    a torch.profiler trace of a step of rungs 01, 02 and 03, and pictures of it
+    draw-timeline  the pictures of what `timeline` has measured
     loading     memory and time to load and to export a pretrained model of 1 GB
     start       start to first step, against imports and loading
     timers      what timers and log cost of a step
@@ -34,9 +36,9 @@ Timings are ratios within one command on one machine, contenders in turn.
     break-even outputs/NAME 2  the speed of a link below which compression makes a run faster, from
                                the log of a run of rung 04: its folder and number of processes
 
-`pip install -e '.[test,bench]'` brings the peers. `wire`, `link` and `picture` need Linux, root,
-and `ip` and `tc` (Debian: iproute2), `accumulation`, `tensor`, `tensor-memory` and `pipeline` Linux
-and `ip`.
+`pip install -e '.[test,bench]'` brings the peers. `wire`, `link`, `picture` and `timeline` need
+Linux, root, and `ip` and `tc` (Debian: iproute2), `accumulation`, `tensor`, `tensor-memory` and
+`pipeline` Linux and `ip`.
 """
 
 import sys
@@ -51,10 +53,12 @@ import bench_paper
 import bench_picture
 import bench_pipeline
 import bench_speed
+import bench_timeline
 from bench_common import MEASURED, RUNG_01
 from conftest import ROOT, load
 
 PATCHES = bench_compression.PATCHES | bench_speed.PATCHES | bench_pipeline.PATCHES
+PATCHES |= bench_timeline.PATCHES
 
 
 def worker(rung, patches, flags):
@@ -70,7 +74,7 @@ def worker(rung, patches, flags):
 
 
 def everything():
-    apart = ("all", "loss", "tabulate", *ARGUMENTS)
+    apart = ("all", "loss", "tabulate", "draw-timeline", *ARGUMENTS)
     for name, command in COMMANDS.items():
         if name not in apart:
             print(f"## {name}", flush=True)
@@ -90,6 +94,8 @@ COMMANDS = {
     "pipeline-bubble": bench_pipeline.pipeline_bubble,
     "pipeline-memory": bench_pipeline.pipeline_memory,
     "pipeline-timeline": bench_pipeline.pipeline_timeline,
+    "timeline": bench_timeline.timeline,
+    "draw-timeline": bench_timeline.draw_timeline,
     "loading": bench_speed.loading,
     "start": bench_speed.start,
     "timers": bench_speed.timers,

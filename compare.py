@@ -36,9 +36,7 @@ def main():
     args.folders = [path for path in args.folders if not path.is_file()]  # of outputs/*
     runs = {folder.name: read_run(folder) for folder in args.folders}
     if len(runs) < len(args.folders):
-        fail(
-            f"two of the folders have one name: {' '.join(folder.name for folder in args.folders)}"
-        )
+        fail(f"two folders have the same name: {' '.join(folder.name for folder in args.folders)}")
     print_table(runs)
     draw(runs, args.picture)
     print_comet(args.folders)

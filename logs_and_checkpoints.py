@@ -38,7 +38,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 def read_variables():
-    """The numbers that torchrun gives a process, by their variables. Ends the run if one is odd."""
+    """The numbers in torchrun's environment variables, by name. Ends the run if one is invalid."""
     stop = f"{Path(sys.argv[0]).name}: error: "
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     defaults |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
@@ -107,7 +107,7 @@ def fail(message):
     """Ends the run with one line and exit code 2, for errors that the user can fix.
 
     Usually all ranks of a node fail for the same reason. The first one (LOCAL_RANK 0) reports it,
-    and then torchrun stops the others. They wait for that, in case the error is theirs alone."""
+    and then torchrun stops the others. They wait 60 s and report it only if they still run then."""
     if LOCAL_RANK > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not let a script's handler delay the end
         time.sleep(60)
@@ -123,9 +123,9 @@ def fail(message):
 def reading(source, but_not=()):
     """Ends the run in one line if what the user has named, such as a file, cannot be read.
 
-    `source` is the flag with its value. What is damaged makes the libraries raise errors of any
-    type. Only the code that reads it belongs in this block: errors elsewhere are bugs, and of a bug
-    one wants to see the traceback. So are errors of a type in `but_not`."""
+    `source` is the flag with its value. Damaged files make the libraries raise errors of any type.
+    Only the code that reads them belongs in this block: errors elsewhere are bugs, and for a bug
+    you want to see the traceback. Errors of a type in `but_not` are raised as they are."""
     try:
         yield
     except Exception as error:
@@ -195,8 +195,8 @@ def lock_run_dir(run_dir, timeout=10):
     Rank 0 locks the file `lock` for as long as it lives. The system releases the lock when the
     process ends, also after kill -9. Whether a second machine sees the lock depends on the file
     system: on NFS it does, on Lustre with the option flock.
-    A process that ends still holds it for a moment, and one of the same torchrun, on a machine that
-    has lost its connection, for as long as `timeout` seconds."""
+    A process that is ending still holds the lock for a moment. A process of the same torchrun job,
+    on a machine that has lost its connection, may hold it for up to `timeout` seconds."""
     if RANK > 0:
         return
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -568,7 +568,7 @@ def checkpoint_tensors(model, optimizer):
 def load_checkpoint(run_dir, model, optimizer):
     """Loads the newest intact checkpoint. Returns its `values`, {"step": 0} if there is none."""
     if RANK == 0:
-        # What a kill has left of a save (.tmp) and of the removal of an old checkpoint (.old).
+        # Remove what a kill has left of a save (.tmp) or of removing an old checkpoint (.old).
         with reading(f"--save-dir {run_dir}"):
             for pattern in ("step-????????.tmp", "step-????????.old"):
                 for leftover in run_dir.glob(pattern):
@@ -639,7 +639,7 @@ def checkpoints(run_dir):
 
 
 def remove(path):
-    """Removes a folder, or what else has this name. Nothing need be there."""
+    """Removes the folder, file or link at this path, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -758,7 +758,7 @@ def write_final_model(run_dir, step, blocks, empty_model, config, tokenizer):
             files[split.tensor_to_filename[name]].write(name, tensor)
     for file in files.values():
         file.close()
-    # An empty file tells which step's model this is.
+    # The name of an empty file tells from which step this model is.
     (temporary / f"step-{step:08d}").touch()
 
     remove(run_dir / "final_model")

@@ -27,9 +27,9 @@ from pydoc_data.topics import topics  # the language reference that comes with P
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# On a CPU, a thread of PyTorch that waits for work keeps its core busy for some time, and then
-# sleeps. By default that is so long that other programs slow the training down to a fraction. This
-# is a thirtieth of the default, on Linux. It must be set before torch is imported.
+# On a CPU, a PyTorch thread that waits for work keeps its core busy for some time before it sleeps.
+# By default this time is so long that training becomes many times slower when other programs need
+# the cores. This value is a thirtieth of the default on Linux. Set it before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print("importing torch, transformers and datasets: this takes some seconds", flush=True)
@@ -62,12 +62,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 transformers.logging.set_verbosity_error()  # hides warnings
 # In each forward pass transformers checks whether a row holds several sequences, and Python waits
-# until the GPU has the answer. Here it is always no, and None says so.
+# until the GPU has the answer. Here the answer is always no, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# A run that is resumed must have the same values of these flags. All others may change, and so may
-# the hardware and the rung, as the numbered scripts of this course are called.
+# A resumed run must have the same values for these flags. All other flags may change, and so may
+# the hardware and the rung (the numbered scripts of this course are called rungs).
 EXPERIMENT_FLAGS = (
     "model_name",
     "from_scratch",
@@ -79,7 +79,7 @@ EXPERIMENT_FLAGS = (
     "seed",
     "global_batch_size",
 )
-# Of these the values may differ, if they stand for the same model and data, see `check_contents`.
+# The values of these may differ if they stand for the same model and data, see `check_contents`.
 CONTENT_FLAGS = (
     "model_name",
     "dataset_name",
@@ -114,7 +114,7 @@ def main(args):
         train_data, eval_data = load_data(args, tokenizer)
 
     # Look at every token once. A wrong one would otherwise be found in the middle of the run, or
-    # not at all. Checksums are kept for a resume: a name may come to stand for other files.
+    # not at all. Checksums are saved: when the run is resumed, a name may stand for other files.
     with reading(f"--dataset-name {args.dataset_name}"):
         contents = contents_of(args, config, tokenizer, train_data, eval_data)
     check_contents(args, contents)
@@ -162,10 +162,10 @@ def main(args):
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
-    # same. The whole model would take many times as long. The loss is compiled as well, because its
-    # intermediate results are the largest tensors of a step: compiled, they are never in memory.
-    # With `dynamic=False` each batch size has its own code. Otherwise a shorter micro-batch would
-    # replace the code of the full ones by slower code for all sizes.
+    # same. Compiling the whole model would take many times as long. The loss is compiled too: its
+    # intermediate results are the largest tensors of a step, and compiled code never stores them.
+    # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
+    # replace the code for the full ones with slower code for all sizes.
     cross_entropy = sum_cross_entropy
     is_compiled = device.type == "cuda" if args.compile is None else args.compile
     if is_compiled:
@@ -228,7 +228,7 @@ def main(args):
         say(f"learning rate: scheduled over {total_steps} steps, before {before}")
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
-    # What the flags have left open, for the log.
+    # For the log: values that the flags leave open.
     run_info["device"] = str(device)
     run_info["compile"] = is_compiled
     run_info["max_steps"] = total_steps
@@ -260,8 +260,8 @@ def main(args):
             step_loss += loss.detach()
             log.lap("forward")
 
-            # Divide by the number of targets in the whole global batch, not in the micro-batch: so
-            # every target has the same weight, also if micro-batches have more or fewer of them,
+            # Divide by the number of targets in the whole global batch, not in the micro-batch.
+            # Then every target has the same weight, even if some micro-batches have fewer of them,
             # and the result does not depend on --batch-size.
             scaler.scale(loss / num_targets).backward()
             log.lap("backward")
@@ -416,7 +416,7 @@ def load_data(args, tokenizer):
 def load_splits(name, subset, tokenizer, seq_length):
     """Returns the splits of a data set by name: of documents, or of rows that hold tokens."""
     if name == "python-docs":
-        datasets.disable_progress_bars()  # of something that takes a second
+        datasets.disable_progress_bars()  # this takes only a second
         return {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
     if name == "dummy":
         tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
@@ -424,8 +424,8 @@ def load_splits(name, subset, tokenizer, seq_length):
 
     source = source_of(name, subset)
     if Path(name).exists() or ending_of(Path(name)) in FILE_FORMATS:
-        # `datasets` keeps what it has read in a cache, and knows a file again by its path and its
-        # time. So each content has a cache of its own.
+        # `datasets` caches what it has read, and recognizes a file by its path and modification
+        # time. A file may change and keep both, so each content has a cache of its own.
         folder = f"{checksum_of_files(source):08x}"
         source["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, folder))
     return datasets.load_dataset(**source)
@@ -464,7 +464,7 @@ def source_of(name, subset):
 def checksum_of_files(source):
     """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
 
-    Files may be large, so of a file above 1 MiB its length and 16 parts of 64 KiB count."""
+    Files may be large: of a file above 1 MiB, only the length and 16 parts of 64 KiB are used."""
     checksum = 0
     splits = datasets.load_dataset_builder(**source).config.data_files or {}
     for files in splits.values():
@@ -511,7 +511,7 @@ CHAT_TEMPLATE = """
 
 
 def choose_columns(documents, tokenizer, text_column, train_on_prompt):
-    """The names of the columns to train on, and says which. They tell what the rows hold.
+    """Returns the names of the columns to train on, and prints them. They tell what the rows hold.
 
     A tuple: a column of text, or one of `INSTRUCTION_COLUMNS`, or ("input_ids",)."""
     names = documents.column_names
@@ -538,7 +538,7 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
             trained_on = "prompts and answers" if train_on_prompt else "the answers"
             say(f"training on {trained_on} in the columns {', '.join(columns)}")
             if "text" in texts:
-                say("column 'text' has prompts and answers in one (use it: --text-column text)")
+                say("column 'text' holds prompts with answers (to use it: --text-column text)")
             # A prompt and a completion that are strings are joined, without a template.
             needs_template = columns[0] != "prompt" or "prompt" not in texts
             if needs_template and tokenizer.chat_template is None:
@@ -549,7 +549,7 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
         texts = ["text"]
     elif conversations:
         raise ValueError(
-            f"{', '.join(conversations)}: conversations must be in a column messages, with "
+            f"{', '.join(conversations)}: conversations must be in a column called messages, with "
             "role and content"
         )
     if not texts:
@@ -588,7 +588,7 @@ def pack(documents, columns, tokenizer, args):
 
 
 def check_labels(documents):
-    """Raises ValueError if rows of tokens would train something else, as other programs store them.
+    """Raises ValueError if padding or labels follow another program's convention, not the one here.
 
     It looks at the first 1000 rows."""
     rows = documents.with_format("numpy")[:1000]
@@ -692,7 +692,7 @@ def tokenize_instruction(row, tokenizer, eos):
 def clean_messages(messages):
     """Messages as chat templates want them: no missing values, and one text as the content.
 
-    `datasets` gives each message all keys that any message has, with None where there is none."""
+    `datasets` gives each message all keys that any message has, with None for those it lacks."""
     cleaned = []
     for message in messages or []:
         message = {key: value for key, value in message.items() if value is not None}
@@ -724,7 +724,7 @@ def tokenize_conversation(messages, num_given, tokenizer):
         return
 
     # Otherwise an answer is what the template adds when the answer is added to the messages. Some
-    # templates write an answer in another way when a question follows, such as without the
+    # templates write an answer differently when a question follows it, for example without the
     # reasoning. Then the messages up to each answer are an example of their own.
     text, answers = "", []
     for i, message in enumerate(messages):
@@ -753,7 +753,7 @@ def tokenize_answers(text, answers, tokenizer, **options):
 
 
 def contents_of(args, config, tokenizer, train_data, eval_data):
-    """What the run trains, and on which data, by their content: a dict for the checkpoint."""
+    """Identifies model and data by their content, not by name: a dict for the checkpoint."""
     # What does not change the training is left out, such as versions and paths.
     left_out = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
     left_out += ("id2label", "label2id", "problem_type", "return_dict", "output_attentions")
@@ -854,7 +854,7 @@ def check_causal(model, seq_length, device):
     """Ends the run if a token changes what the model predicts before it.
 
     A model that reads in both directions, such as BERT, sees the token that it has to predict. Its
-    loss becomes very small, and still it cannot write a text."""
+    loss becomes very small, but the model still cannot generate text."""
     half = seq_length // 2
     vocab_size = model.config.vocab_size
     tokens = torch.arange(seq_length)[None] % vocab_size
@@ -941,8 +941,8 @@ def sum_cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-# "force_eager" runs compiled blocks as if they were not. Otherwise torch.compile would compile them
-# again for this function, because without gradients they need other code.
+# "force_eager" runs compiled blocks as if they were not compiled. Otherwise torch.compile would
+# compile them again for this function, because without gradients they need other code.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate(model, data, batch_size, device):
@@ -976,8 +976,8 @@ def sample(model, tokens, start, device):
 def choose_prompt(sequence, length):
     """Returns tokens for `sample`, of shape (T,), and how many of them are the prompt.
 
-    The prompt of a text is its first 32 tokens, that of instruction data ends where an answer
-    begins. At most `length` tokens follow it."""
+    For a text, the prompt is its first 32 tokens. For instruction data, it ends where an answer
+    begins. At most `length` tokens follow the prompt."""
     input_ids = sequence["input_ids"]
     start = min(32, len(input_ids) // 2)
     if "labels" in sequence:
@@ -1013,7 +1013,7 @@ def parse_args():
     add = parser.add_argument_group("run").add_argument
     name_help = "save the run in SAVE_DIR/NAME, and resume it there"
     add("-e", "--experiment-name", type=one_line, help=name_help)
-    folder_help = "of all runs, default: %(default)s"
+    folder_help = "folder for all runs, default: %(default)s"
     add("--save-dir", type=one_line, default=str(ROOT / "outputs"), help=folder_help)
     seed_help = "of the order of the data and of random weights, default: %(default)s"
     add("--seed", type=zero_or_more(int), default=0, help=seed_help)
@@ -1029,7 +1029,7 @@ def parse_args():
     add("--log-freq", type=positive(int), default=10, help=log_help)
     checkpoint_help = "steps between checkpoints, default: %(default)s"
     add("--ckpt-freq", type=positive(int), default=500, help=checkpoint_help)
-    keep_help = "how many of the newest to keep, default: %(default)s"
+    keep_help = "how many of the newest checkpoints to keep, default: %(default)s"
     add("--keep-checkpoints", type=positive(int), default=2, help=keep_help)
     add("--comet-project-name", type=one_line, default="train-llm", help="default: %(default)s")
     add("--comet-workspace", type=one_line, help="default: the one of your account")
@@ -1237,7 +1237,7 @@ def check_contents(args, contents):
         if name != "config" and contents[name] != value:
             flag = "model_name" if name == "tokenizer" else "dataset_name"
             here = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            # Other names of the model and the data may be the reason.
+            # Flags that differ from those of the run may be the reason.
             reasons = ""
             for other in CONTENT_FLAGS:
                 if stored["flags"].get(other) != getattr(args, other):

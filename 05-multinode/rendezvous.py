@@ -101,7 +101,7 @@ def serve(port, pid=None):
     Raises `torch.distributed.DistNetworkError` if the port is taken.
     """
     if pid is not None:
-        # Ctrl-C and `kill` may reach all processes of the job. The agents need the store to stop.
+        # Ctrl-C and `kill` may reach all processes of the job. To stop, the agents need the store.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -201,8 +201,8 @@ def find_interface(address):
 def await_old_store(host, port):
     """Waits for the end of the store of an earlier start of the job.
 
-    Such a store is there for up to `LEAVING_SECONDS` and says that it is leaving. A store that does
-    not say so may be used, and none is also fine: then this returns at once. Raises nothing.
+    Such a store is there for up to `LEAVING_SECONDS` and says that it is leaving. If the store does
+    not say so, it may be used. Then, or if there is no store, this returns at once. Raises nothing.
     """
     from torch.distributed import TCPStore
 
@@ -255,7 +255,7 @@ def end_agent(pid, timeout=TERMINATE_TIMEOUT):
     """Sends SIGTERM to the agent, then SIGKILL to what is left after `timeout` seconds.
 
     The agent passes SIGTERM on to its workers, which save a checkpoint. The workers are listed
-    before, for once the agent has ended nobody knows them any more.
+    first, because they cannot be found any more once the agent has ended.
     """
     try:
         agent = psutil.Process(pid)

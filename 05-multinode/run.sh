@@ -107,8 +107,8 @@ else
   )
 fi
 
-# If workers share the agents' store, they read addresses of the round before: a node that joins
-# hangs, and about half of the restarts fail (pytorch#135712).
+# If workers share the agents' store, a node that joins waits for an address that nobody publishes
+# again, and about half of the restarts read addresses of the round before (pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # The default is 30 s. Before torch 2.13 it could not be changed.

@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT))
 
 PARENT = os.getppid()  # the process that has started this one, usually torchrun
 
-# On a CPU, a thread of PyTorch that waits for work keeps its core busy for some time, and then
-# sleeps. By default that is so long that other programs slow the training down to a fraction. This
-# is a thirtieth of the default, on Linux. It must be set before torch is imported.
+# On a CPU, a PyTorch thread that waits for work keeps its core busy for some time before it sleeps.
+# By default this time is so long that training becomes many times slower when other programs need
+# the cores. This value is a thirtieth of the default on Linux. Set it before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print("importing torch, transformers and datasets: this takes some seconds", flush=True)
@@ -95,18 +95,18 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 transformers.logging.set_verbosity_error()  # hides warnings
 # In each forward pass transformers checks whether a row holds several sequences, and Python waits
-# until the GPU has the answer. Here it is always no, and None says so.
+# until the GPU has the answer. Here the answer is always no, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The data types in which compressed gradients are sent, see `encode`. For integers: the largest.
+# Data types in which compressed gradients are sent, see `encode`. Integers: their largest value.
 WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIRE_INTEGERS = {"int8": 127, "int4": 7}
 ROW_LENGTH = 256  # values with a common scale
 # A collective whose name differs between versions of PyTorch.
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# A run that is resumed must have the same values of these flags. All others may change, and so may
-# the hardware and the rung, as the numbered scripts of this course are called.
+# A resumed run must have the same values for these flags. All other flags may change, and so may
+# the hardware and the rung (the numbered scripts of this course are called rungs).
 EXPERIMENT_FLAGS = (
     "model_name",
     "from_scratch",
@@ -118,7 +118,7 @@ EXPERIMENT_FLAGS = (
     "seed",
     "global_batch_size",
 )
-# Of these the values may differ, if they stand for the same model and data, see `check_contents`.
+# The values of these may differ if they stand for the same model and data, see `check_contents`.
 CONTENT_FLAGS = (
     "model_name",
     "dataset_name",
@@ -163,8 +163,8 @@ def main(args):
         dist.init_process_group("gloo", timeout=timeout)
     world_size = dist.get_world_size()
     # A barrier is a collective that returns when every rank has called it. A collective fails when
-    # it waits for longer than its timeout, but to load data or a model may take hours. So the
-    # barriers for that have a process group with a long timeout.
+    # it waits for longer than its timeout, but loading data or a model may take hours. So the
+    # barriers for loading use a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
     check_shared_folder(run_dir)
 
@@ -188,11 +188,11 @@ def main(args):
     Path(lock.lock_file).unlink(missing_ok=True)
 
     # Look at every token once. A wrong one would otherwise be found in the middle of the run, or
-    # not at all. Checksums are kept for a resume: a name may come to stand for other files.
+    # not at all. Checksums are saved: when the run is resumed, a name may stand for other files.
     with reading(f"--dataset-name {args.dataset_name}"):
         contents = contents_of(args, config, tokenizer, train_data, eval_data)
     check_contents(args, contents)
-    dist.barrier(loading_group)  # to look at all tokens may take long, too
+    dist.barrier(loading_group)  # looking at all tokens may take a long time, too
     check_same_on_all_ranks(args, contents)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
@@ -248,10 +248,10 @@ def main(args):
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
-    # same. The whole model would take many times as long. The loss is compiled as well, because its
-    # intermediate results are the largest tensors of a step: compiled, they are never in memory.
-    # With `dynamic=False` each batch size has its own code. Otherwise a shorter micro-batch would
-    # replace the code of the full ones by slower code for all sizes.
+    # same. Compiling the whole model would take many times as long. The loss is compiled too: its
+    # intermediate results are the largest tensors of a step, and compiled code never stores them.
+    # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
+    # replace the code for the full ones with slower code for all sizes.
     cross_entropy = sum_cross_entropy
     is_compiled = device.type == "cuda" if args.compile is None else args.compile
     if is_compiled:
@@ -272,15 +272,15 @@ def main(args):
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
-    # Hybrid sharding (HSDP): the ranks form a mesh of two dimensions. A row holds a replica of the
-    # model, and each of its ranks a shard. The ranks of a column hold the same shard. FSDP gathers
-    # parameters within a row, where links are fast. Between rows, only gradients are sent.
+    # Hybrid sharding (HSDP): the ranks form a two-dimensional mesh. The ranks of a row together
+    # hold one replica of the model, a shard each. The ranks of a column hold the same shard. FSDP
+    # gathers parameters within a row, where links are fast. Between rows, only gradients are sent.
     num_replicas = world_size // shard_size
     mesh = init_device_mesh(
         device.type, (num_replicas, shard_size), mesh_dim_names=("replicate", "shard")
     )
-    # Groups of a mesh have a timeout of their own, and no argument that sets it. `set_timeout` came
-    # with PyTorch 2.14.
+    # The process groups of a mesh have a timeout of their own, and `init_device_mesh` has no
+    # argument for it. `dist.set_timeout` is new in PyTorch 2.14.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for dimension in mesh.mesh_dim_names:
         set_timeout(timeout, mesh.get_group(dimension))
@@ -301,8 +301,8 @@ def main(args):
         model.set_reshard_after_forward(False)
 
     # Now the shards get their values. Each rank reads its own from the files of a pretrained model.
-    # Random weights must be the same for any number of ranks. So rank 0 alone makes the model, in
-    # the memory of its CPU, and sends it to all. The barrier is there because this may take long.
+    # Random weights must be the same for any number of ranks. So rank 0 alone builds the model, in
+    # CPU memory, and sends it to all. The barrier is there because either may take a long time.
     shard_device = torch.device("cpu") if args.cpu_offload else device
     full_model = None
     with reading(model_flags):
@@ -315,7 +315,7 @@ def main(args):
         fill_from_rank_0(model, full_model, shard_device)
     del full_model
     fill_buffers(model, device)
-    # Not in a block `with reading(...)`: an error may be that of a machine that was lost.
+    # Not inside `with reading(...)`: an error here may mean that another machine was lost.
     check_causal(model, args.seq_length, device)
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
@@ -358,7 +358,7 @@ def main(args):
         say(f"learning rate: scheduled over {total_steps} steps, before {before}")
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
-    # What the flags have left open, for the log.
+    # For the log: values that the flags leave open.
     run_info["device"] = str(device)
     run_info["compile"] = is_compiled
     run_info["max_steps"] = total_steps
@@ -385,8 +385,8 @@ def main(args):
         module.set_all_reduce_hook(partial(compressor, module))
 
     # torchrun sends SIGTERM to its processes when nodes join or leave, and Slurm when the time of a
-    # job is nearly over. The handler only takes note of it. The loop looks at the note in each
-    # step, saves a checkpoint and ends. torchrun waits 30 s for that.
+    # job is nearly over. The handler only records the signal. The loop checks for it in each step,
+    # and after a signal it saves a checkpoint and ends. torchrun waits 30 s for that.
     # Ctrl-C sends SIGINT, which is treated in the same way.
     stop_signals = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -409,8 +409,8 @@ def main(args):
         micro_batches, num_targets = make_micro_batches(
             train_data, indices, args.batch_size, device
         )
-        # All ranks must stop after the same step, but the signal may reach them in different ones.
-        # So the reduction that each step makes anyway also counts the signals of all ranks.
+        # All ranks must stop after the same step, but the signal may reach them in different steps.
+        # So the all-reduce that each step needs anyway also counts the signals of all ranks.
         counts = torch.tensor([num_targets, len(stop_signals)])
         dist.all_reduce(counts)  # a CPU tensor, so Gloo: each rank now has the sums of all
         num_targets, num_stop_signals = counts
@@ -422,12 +422,12 @@ def main(args):
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # To average the gradients once per step is enough: in the backward pass of the last
+            # It is enough to average the gradients once per step, in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
             # But until then each rank would have to keep the gradients of the whole model. So every
             # backward pass averages, and a rank keeps the gradients of its shards. Only with
-            # --no-reshard-after-forward a rank keeps all, and the gathered parameters as well.
+            # --no-reshard-after-forward does it keep all, and the gathered parameters as well.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -440,11 +440,11 @@ def main(args):
             step_loss += loss.detach()
             log.lap("forward")
 
-            # Divide by the number of targets in the whole global batch, not in the micro-batch: so
-            # every target has the same weight, also if micro-batches have more or fewer of them,
+            # Divide by the number of targets in the whole global batch, not in the micro-batch.
+            # Then every target has the same weight, even if some micro-batches have fewer of them,
             # and the result does not depend on --batch-size.
             # `num_targets` counts the targets of all ranks, so the gradients of the ranks must be
-            # added up. They are averaged: times world_size, the mean is the sum.
+            # added up. They are averaged instead, so multiply by world_size to get the sum.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
 
@@ -494,9 +494,9 @@ def main(args):
         progress.after_step(step)
         log.lap("log")
 
-        # Checkpoint: model and optimizer, and what else is needed to resume. The loop waits until
-        # they are copied. The copy is written in the background. How long that took is logged when
-        # it is done.
+        # Checkpoint: model, optimizer, and whatever else is needed to resume. The loop waits until
+        # they are copied. The copy is written in the background, and how long the writing took is
+        # logged when it is done.
         stopping = num_stop_signals > 0 and step < total_steps
         if run_dir and (step == total_steps or step % args.ckpt_freq == 0 or stopping):
             values = {
@@ -518,7 +518,7 @@ def main(args):
             if signal.SIGINT in stop_signals:
                 raise KeyboardInterrupt
             say(f"stopped by SIGTERM after step {step}")
-            sys.exit(1)  # torchrun would take 0 for the end of the training
+            sys.exit(1)  # with 0, torchrun would conclude that the training is finished
 
     checkpointer.wait()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved
@@ -530,7 +530,7 @@ def main(args):
         export_dtype = DTYPES[args.export_dtype]
         last_step = max(last_step, total_steps)
         save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
-    # Each token gathers the whole model, so there are fewer than in the rungs before.
+    # Sampling a token gathers the whole model, so the sample is shorter than in earlier rungs.
     tokens, start = choose_prompt(eval_data[-1], 64)
     tokens = sample(model, tokens, start, device)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
@@ -570,8 +570,8 @@ class Progress:
             change = f"world {world_size} → {dist.get_world_size()} at step {step}"
             say(f"{change}, resumed from step {last_step}, {repeated} steps repeated")
 
-        # After ten starts without a new step the run ends: it meets the same error each time. The
-        # next start counts from 1 again, so that one can try again when the error is fixed.
+        # After ten starts without a new step the run ends: the error is probably always the same.
+        # The next start counts from 1 again, so that you can try again when the error is fixed.
         self.starts_without_progress = self.starts_without_progress % 10 + 1
         self.write(last_step)
         if self.starts_without_progress == 10:
@@ -760,7 +760,7 @@ def load_data(args, tokenizer):
 def load_splits(name, subset, tokenizer, seq_length):
     """Returns the splits of a data set by name: of documents, or of rows that hold tokens."""
     if name == "python-docs":
-        datasets.disable_progress_bars()  # of something that takes a second
+        datasets.disable_progress_bars()  # this takes only a second
         return {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
     if name == "dummy":
         tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
@@ -768,8 +768,8 @@ def load_splits(name, subset, tokenizer, seq_length):
 
     source = source_of(name, subset)
     if Path(name).exists() or ending_of(Path(name)) in FILE_FORMATS:
-        # `datasets` keeps what it has read in a cache, and knows a file again by its path and its
-        # time. So each content has a cache of its own.
+        # `datasets` caches what it has read, and recognizes a file by its path and modification
+        # time. A file may change and keep both, so each content has a cache of its own.
         folder = f"{checksum_of_files(source):08x}"
         source["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, folder))
     return datasets.load_dataset(**source)
@@ -808,7 +808,7 @@ def source_of(name, subset):
 def checksum_of_files(source):
     """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
 
-    Files may be large, so of a file above 1 MiB its length and 16 parts of 64 KiB count."""
+    Files may be large: of a file above 1 MiB, only the length and 16 parts of 64 KiB are used."""
     checksum = 0
     splits = datasets.load_dataset_builder(**source).config.data_files or {}
     for files in splits.values():
@@ -855,7 +855,7 @@ CHAT_TEMPLATE = """
 
 
 def choose_columns(documents, tokenizer, text_column, train_on_prompt):
-    """The names of the columns to train on, and says which. They tell what the rows hold.
+    """Returns the names of the columns to train on, and prints them. They tell what the rows hold.
 
     A tuple: a column of text, or one of `INSTRUCTION_COLUMNS`, or ("input_ids",)."""
     names = documents.column_names
@@ -882,7 +882,7 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
             trained_on = "prompts and answers" if train_on_prompt else "the answers"
             say(f"training on {trained_on} in the columns {', '.join(columns)}")
             if "text" in texts:
-                say("column 'text' has prompts and answers in one (use it: --text-column text)")
+                say("column 'text' holds prompts with answers (to use it: --text-column text)")
             # A prompt and a completion that are strings are joined, without a template.
             needs_template = columns[0] != "prompt" or "prompt" not in texts
             if needs_template and tokenizer.chat_template is None:
@@ -893,7 +893,7 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
         texts = ["text"]
     elif conversations:
         raise ValueError(
-            f"{', '.join(conversations)}: conversations must be in a column messages, with "
+            f"{', '.join(conversations)}: conversations must be in a column called messages, with "
             "role and content"
         )
     if not texts:
@@ -932,7 +932,7 @@ def pack(documents, columns, tokenizer, args):
 
 
 def check_labels(documents):
-    """Raises ValueError if rows of tokens would train something else, as other programs store them.
+    """Raises ValueError if padding or labels follow another program's convention, not the one here.
 
     It looks at the first 1000 rows."""
     rows = documents.with_format("numpy")[:1000]
@@ -1036,7 +1036,7 @@ def tokenize_instruction(row, tokenizer, eos):
 def clean_messages(messages):
     """Messages as chat templates want them: no missing values, and one text as the content.
 
-    `datasets` gives each message all keys that any message has, with None where there is none."""
+    `datasets` gives each message all keys that any message has, with None for those it lacks."""
     cleaned = []
     for message in messages or []:
         message = {key: value for key, value in message.items() if value is not None}
@@ -1068,7 +1068,7 @@ def tokenize_conversation(messages, num_given, tokenizer):
         return
 
     # Otherwise an answer is what the template adds when the answer is added to the messages. Some
-    # templates write an answer in another way when a question follows, such as without the
+    # templates write an answer differently when a question follows it, for example without the
     # reasoning. Then the messages up to each answer are an example of their own.
     text, answers = "", []
     for i, message in enumerate(messages):
@@ -1097,7 +1097,7 @@ def tokenize_answers(text, answers, tokenizer, **options):
 
 
 def contents_of(args, config, tokenizer, train_data, eval_data):
-    """What the run trains, and on which data, by their content: a dict for the checkpoint."""
+    """Identifies model and data by their content, not by name: a dict for the checkpoint."""
     # What does not change the training is left out, such as versions and paths.
     left_out = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
     left_out += ("id2label", "label2id", "problem_type", "return_dict", "output_attentions")
@@ -1193,16 +1193,16 @@ def load_model(config, weights, attn, seed):
 
 
 def find_weights(model, name):
-    """Returns the safetensors files of a pretrained model, and how to make parameters of them.
+    """Returns a pretrained model's safetensors files, and how to turn them into parameters.
 
     The tensors in the files may have other names than the parameters, or be parts of them: the
-    conversions of transformers say so. The list of files is empty if there are none, without a
-    `name`, and if a rank could not tell which part of a file its shard is."""
+    conversions of transformers describe this. The list of files is empty if there are none, if
+    `name` is None, or if a rank could not tell which part of a file its shard is."""
     conversions = get_model_conversion_mapping(model)
     for conversion in conversions:
         for operation in getattr(conversion, "operations", []):
-            # A shard has some of the rows, dimension 0. It can be read if an operation makes a row
-            # of each tensor (an expert), or leaves the order of the rows as it is.
+            # A shard has some of the rows (dimension 0). It can be read if the operation turns each
+            # tensor (an expert) into a row, or leaves the order of the rows as it is.
             keeps_rows = isinstance(operation, Concatenate) and operation.dim > 0
             if not isinstance(operation, MergeModulelist) and not keeps_rows:
                 return [], conversions
@@ -1237,7 +1237,7 @@ def read_shards(model, name, files, conversions, device):
 
     for key in [name for name, _ in model.named_parameters()]:
         parameter = model.get_parameter(key)
-        # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
+        # If a parameter has fewer rows than there are ranks, the last ranks have no rows to read.
         if parameter.is_meta and parameter.to_local().numel() == 0:
             shard = torch.empty_like(parameter, device=device)
         elif parameter.is_meta:
@@ -1272,7 +1272,7 @@ def fill_buffers(model, device):
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, buffer)
 
-    # initialize_weights leaves tensors alone whose attribute says that they have their values.
+    # initialize_weights skips tensors that this attribute marks as already having their values.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     model.initialize_weights()
@@ -1307,8 +1307,8 @@ class GradientCompressor:
     def start_step(self, step, device):
         """Chooses the indices of this step, and counts its bytes from zero.
 
-        All replicas must send the same indices, or their values could not be averaged. In each
-        step these are others, or some parameters would never be trained (arXiv:1610.05492)."""
+        All replicas must send the same indices, or their values could not be averaged. The indices
+        change in each step, or some parameters would never be trained (arXiv:1610.05492)."""
         generator = torch.Generator().manual_seed(step)
         indices = torch.randperm(self.chunk, generator=generator)[: self.num_kept]
         self.indices = indices.to(device, non_blocking=True)
@@ -1320,13 +1320,13 @@ class GradientCompressor:
         return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
 
     def __call__(self, module, gradient):
-        """Adds the gradients of the micro-batches before. Averages over the replicas in the last.
+        """Adds the gradients of earlier micro-batches. In the last one, averages over the replicas.
 
         Both change `gradient` in place."""
         self.lap("backward")  # the time since the last lap was spent on the backward pass
 
-        # FSDP made the gradient in another CUDA stream, which may use its memory again as soon as
-        # nothing refers to it. That must not be before this stream is done with it.
+        # FSDP made the gradient in another CUDA stream, which may reuse its memory as soon as
+        # nothing refers to it. `record_stream` delays that until this stream is done with it.
         if gradient.is_cuda and (not self.is_last or self.cpu_offload):
             gradient.record_stream(torch.cuda.current_stream())
 
@@ -1358,15 +1358,15 @@ class GradientCompressor:
         if self.mode == "dct":
             rows = rows @ dct_basis(self.chunk, gradient.device).T
 
-        # The indices are shifted from chunk to chunk. Otherwise, of a matrix whose rows are as long
-        # as a chunk, whole columns would be sent and others not. The number is that of Knuth's
-        # multiplicative hashing: it spreads the shifts evenly over the chunk.
+        # The indices are shifted from chunk to chunk. Otherwise, if the rows of a matrix are as
+        # long as a chunk, some columns would be sent whole and others not at all. The number comes
+        # from Knuth's multiplicative hashing: it spreads the shifts evenly over the chunk.
         row_numbers = torch.arange(len(rows), device=rows.device)[:, None]
         indices = (self.indices + (row_numbers * 2654435761 >> 16)) % self.chunk
 
         sent = rows.gather(1, indices).flatten()
-        # If any value is NaN or infinite, all that is sent becomes NaN. It could be among those
-        # that are not sent, and must not go unnoticed.
+        # If any value is NaN or infinite, everything that is sent becomes NaN. Otherwise such a
+        # value would go unnoticed if it is among those that are not sent.
         sent = sent + 0 * gradient.sum()
         mean = self.average_all(sent).view_as(indices)
         rows = torch.zeros_like(rows).scatter_(1, indices, mean)
@@ -1455,7 +1455,7 @@ def check_causal(model, seq_length, device):
     """Ends the run if a token changes what the model predicts before it.
 
     A model that reads in both directions, such as BERT, sees the token that it has to predict. Its
-    loss becomes very small, and still it cannot write a text."""
+    loss becomes very small, but the model still cannot generate text."""
     half = seq_length // 2
     vocab_size = model.config.vocab_size
     tokens = torch.arange(seq_length)[None] % vocab_size
@@ -1538,7 +1538,7 @@ def make_micro_batches(data, indices, batch_size, device):
         input_ids = rows["input_ids"]
         labels = rows.get("labels", input_ids)
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
-        targets[max(0, num_real - first) :] = -100  # of the sequence that does not count
+        targets[num_real - first :] = -100  # of the sequence that does not count
         num_targets += (targets != -100).sum()
 
         # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
@@ -1562,8 +1562,8 @@ def sum_cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-# "force_eager" runs compiled blocks as if they were not. Otherwise torch.compile would compile them
-# again for this function, because without gradients they need other code.
+# "force_eager" runs compiled blocks as if they were not compiled. Otherwise torch.compile would
+# compile them again for this function, because without gradients they need other code.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate(model, data, batch_size, device):
@@ -1601,8 +1601,8 @@ def sample(model, tokens, start, device):
 def choose_prompt(sequence, length):
     """Returns tokens for `sample`, of shape (T,), and how many of them are the prompt.
 
-    The prompt of a text is its first 32 tokens, that of instruction data ends where an answer
-    begins. At most `length` tokens follow it."""
+    For a text, the prompt is its first 32 tokens. For instruction data, it ends where an answer
+    begins. At most `length` tokens follow the prompt."""
     input_ids = sequence["input_ids"]
     start = min(32, len(input_ids) // 2)
     if "labels" in sequence:
@@ -1644,7 +1644,7 @@ def parse_args():
         default=600,
         help="seconds until a waiting collective fails, default: %(default)s",
     )
-    folder_help = "of all runs, default: %(default)s"
+    folder_help = "folder for all runs, default: %(default)s"
     add("--save-dir", type=one_line, default=str(ROOT / "outputs"), help=folder_help)
     seed_help = "of the order of the data and of random weights, default: %(default)s"
     add("--seed", type=zero_or_more(int), default=0, help=seed_help)
@@ -1660,7 +1660,7 @@ def parse_args():
     add("--log-freq", type=positive(int), default=10, help=log_help)
     checkpoint_help = "steps between checkpoints, default: %(default)s"
     add("--ckpt-freq", type=positive(int), default=500, help=checkpoint_help)
-    keep_help = "how many of the newest to keep, default: %(default)s"
+    keep_help = "how many of the newest checkpoints to keep, default: %(default)s"
     add("--keep-checkpoints", type=positive(int), default=2, help=keep_help)
     add("--comet-project-name", type=one_line, default="train-llm", help="default: %(default)s")
     add("--comet-workspace", type=one_line, help="default: the one of your account")
@@ -1718,7 +1718,7 @@ def parse_args():
     add = parser.add_argument_group("gradients between replicas").add_argument
     add("--shard-size", type=positive(int), help="processes per replica, default: those of a node")
     modes = ("none", "bf16", "int8", "int4", "randk", "dct")
-    mode_help = "all but none lose precision, default: %(default)s"
+    mode_help = "every mode except none loses precision, default: %(default)s"
     add("--compression", choices=modes, default="int8", help=mode_help)
     keep_help = "the part of the values that randk and dct send, default: %(default)s"
     add("--keep-ratio", "--keep", "--dct-keep", type=positive(float), default=0.5, help=keep_help)
@@ -1837,7 +1837,7 @@ def check_launcher():
 def check_restart(args):
     """Ends the run if torchrun has restarted it and it has no checkpoint to continue from."""
     if args.experiment_name is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        fail("--experiment-name: a run without one leaves nothing that a restart could take up")
+        fail("--experiment-name: a run without a name saves nothing, so it cannot be restarted")
 
 
 def check_shared_folder(run_dir):
@@ -1936,7 +1936,7 @@ def check_contents(args, contents):
         if name != "config" and contents[name] != value:
             flag = "model_name" if name == "tokenizer" else "dataset_name"
             here = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            # Other names of the model and the data may be the reason.
+            # Flags that differ from those of the run may be the reason.
             reasons = ""
             for other in CONTENT_FLAGS:
                 if stored["flags"].get(other) != getattr(args, other):
@@ -1961,7 +1961,7 @@ def open_run_dir(args):
     try:
         if run_dir:
             run_dir.mkdir(parents=True, exist_ok=True)
-            lock_run_dir(run_dir, args.timeout / 2)  # for `timeout` the other ranks wait for this
+            lock_run_dir(run_dir, args.timeout / 2)  # the other ranks wait for `timeout` seconds
             (run_dir / "metrics.jsonl").touch()
     except OSError as error:
         fail(f"--save-dir {args.save_dir}: {error}")
@@ -1982,10 +1982,10 @@ def end_interrupted(args):
 
 
 def end_with_torchrun():
-    """Has this process end when torchrun has, also after kill -9, which lets it tell nobody.
+    """Ends this process when torchrun has ended, even if kill -9 kept torchrun from signaling it.
 
     Otherwise the process would go on by itself: nobody reads what it prints, and a second start of
-    the run would find its folder locked. The thread looks for as long as the process lives, also
+    the run would find its folder locked. The thread checks for as long as the process lives, even
     while the script waits in a collective."""
 
     def watch():

@@ -34,9 +34,9 @@ sys.path.insert(0, str(ROOT))
 
 PARENT = os.getppid()  # the process that has started this one, usually torchrun
 
-# On a CPU, a thread of PyTorch that waits for work keeps its core busy for some time, and then
-# sleeps. By default that is so long that other programs slow the training down to a fraction. This
-# is a thirtieth of the default, on Linux. It must be set before torch is imported.
+# On a CPU, a PyTorch thread that waits for work keeps its core busy for some time before it sleeps.
+# By default this time is so long that training becomes many times slower when other programs need
+# the cores. This value is a thirtieth of the default on Linux. Set it before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
     print("importing torch, transformers and datasets: this takes some seconds", flush=True)
@@ -92,12 +92,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 transformers.logging.set_verbosity_error()  # hides warnings
 # In each forward pass transformers checks whether a row holds several sequences, and Python waits
-# until the GPU has the answer. Here it is always no, and None says so.
+# until the GPU has the answer. Here the answer is always no, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# A run that is resumed must have the same values of these flags. All others may change, and so may
-# the hardware and the rung, as the numbered scripts of this course are called.
+# A resumed run must have the same values for these flags. All other flags may change, and so may
+# the hardware and the rung (the numbered scripts of this course are called rungs).
 EXPERIMENT_FLAGS = (
     "model_name",
     "from_scratch",
@@ -109,7 +109,7 @@ EXPERIMENT_FLAGS = (
     "seed",
     "global_batch_size",
 )
-# Of these the values may differ, if they stand for the same model and data, see `check_contents`.
+# The values of these may differ if they stand for the same model and data, see `check_contents`.
 CONTENT_FLAGS = (
     "model_name",
     "dataset_name",
@@ -151,8 +151,8 @@ def main(args):
         dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     # A barrier is a collective that returns when every rank has called it. A collective fails when
-    # it waits for longer than its timeout, but to load data or a model may take hours. So the
-    # barriers for that have a process group with a long timeout.
+    # it waits for longer than its timeout, but loading data or a model may take hours. So the
+    # barriers for loading use a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
     # The ranks are arranged in a table, a mesh. A column is a pipeline: each of its ranks, a stage,
@@ -186,11 +186,11 @@ def main(args):
     Path(lock.lock_file).unlink(missing_ok=True)
 
     # Look at every token once. A wrong one would otherwise be found in the middle of the run, or
-    # not at all. Checksums are kept for a resume: a name may come to stand for other files.
+    # not at all. Checksums are saved: when the run is resumed, a name may stand for other files.
     with reading(f"--dataset-name {args.dataset_name}"):
         contents = contents_of(args, config, tokenizer, train_data, eval_data)
     check_contents(args, contents)
-    dist.barrier(loading_group)  # to look at all tokens may take long, too
+    dist.barrier(loading_group)  # looking at all tokens may take a long time, too
     check_same_on_all_ranks(args, contents)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
@@ -221,7 +221,7 @@ def main(args):
     )
     # At the beginning of a step the last stage waits until the first micro-batch has passed all
     # stages before it, and at the end the first stage waits for the last gradients. The share of a
-    # step in which a stage is idle is called the bubble. This is it if all stages are equally fast.
+    # step in which a stage is idle is called the bubble. The formula below assumes equal stages.
     if grad_accum_steps < num_stages:
         largest = sequences_per_pipeline // num_stages
         way_out = f"use --batch-size {largest} or less" if largest else "use fewer stages"
@@ -263,10 +263,10 @@ def main(args):
     blocks = keep_stage(model, blocks, blocks_per_stage, stage, is_tied)
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
-    # same. The whole model would take many times as long. The loss is compiled as well, because its
-    # intermediate results are the largest tensors of a step: compiled, they are never in memory.
-    # With `dynamic=False` each batch size has its own code. Otherwise a shorter micro-batch would
-    # replace the code of the full ones by slower code for all sizes.
+    # same. Compiling the whole model would take many times as long. The loss is compiled too: its
+    # intermediate results are the largest tensors of a step, and compiled code never stores them.
+    # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
+    # replace the code for the full ones with slower code for all sizes.
     cross_entropy = sum_cross_entropy
     is_compiled = device.type == "cuda" if args.compile is None else args.compile
     if is_compiled:
@@ -298,8 +298,8 @@ def main(args):
         model.set_reshard_after_forward(False)
 
     # Now the shards get their values. Each rank reads its own from the files of a pretrained model.
-    # Random weights must be the same for any number of ranks. So rank 0 alone makes the model, in
-    # the memory of its CPU, and sends it to all. The barrier is there because this may take long.
+    # Random weights must be the same for any number of ranks. So rank 0 alone builds the model, in
+    # CPU memory, and sends it to all. The barrier is there because either may take a long time.
     shard_device = torch.device("cpu") if args.cpu_offload else device
     full_model = None
     missing = []
@@ -335,7 +335,7 @@ def main(args):
     tied_weight = None
     if is_tied and stage.is_first != stage.is_last:  # with one stage there is one copy
         tied_weight = model.get_input_embeddings().weight
-    # Of two copies, the norm of the gradients counts that of the first stage.
+    # The norm of the gradients counts only one of the two copies, that of the first stage.
     counted = [p for p in model.parameters() if stage.is_first or p is not tied_weight]
 
     # Learning rate. The scheduler has a function from the step to a factor. We call that function
@@ -360,7 +360,7 @@ def main(args):
     if resumed.get("total_steps", total_steps) != total_steps:
         before = resumed["total_steps"]
         say(f"learning rate: scheduled over {total_steps} steps, before {before}")
-    # What the flags have left open, for the log.
+    # For the log: values that the flags leave open.
     run_info["device"] = str(device)
     run_info["compile"] = is_compiled
     run_info["max_steps"] = total_steps
@@ -369,7 +369,7 @@ def main(args):
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     # By how many micro-batches the forward passes of this stage are ahead of its backward passes.
-    # With 1F1B: as many as there are stages behind it. GPipe first does all forward passes.
+    # With 1F1B: as many as there are stages after it. GPipe does all forward passes first.
     num_ahead = num_stages - 1 - stage.index
     if args.schedule == "gpipe":
         num_ahead += grad_accum_steps - 1
@@ -403,12 +403,12 @@ def main(args):
         inputs = stage.exchange_with_previous(None, micro_batches[0][0])
         log.lap("exchange")
         for i in range(num_rounds):
-            # To average the gradients once per step is enough: in the backward pass of the last
+            # It is enough to average the gradients once per step, in the backward pass of the last
             # micro-batch.
             is_last = i == num_rounds - 1
             # But until then each rank would have to keep the gradients of the whole model. So every
             # backward pass averages, and a rank keeps the gradients of its shards. Only with
-            # --no-reshard-after-forward a rank keeps all, and the gathered parameters as well.
+            # --no-reshard-after-forward does it keep all, and the gathered parameters as well.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -420,15 +420,15 @@ def main(args):
                     loss = cross_entropy(outputs, micro_batches[i][1])
                     step_loss += loss.detach()
                     # Divide by the number of targets in the whole global batch, not in the
-                    # micro-batch: so every target has the same weight, also if micro-batches have
-                    # more or fewer of them, and the result does not depend on --batch-size.
+                    # micro-batch. Then every target has the same weight, even if some micro-batches
+                    # have fewer of them, and the result does not depend on --batch-size.
                     # `num_targets` counts the targets of all pipelines, so their gradients must be
-                    # added up. They are averaged: times num_pipelines, the mean is the sum.
+                    # added up. They are averaged instead, so multiply by num_pipelines.
                     outputs = loss * num_pipelines / num_targets
                 in_flight.append((inputs, outputs))
             log.lap("forward")
 
-            # Those of an earlier micro-batch, the one that has waited longest.
+            # The inputs and outputs of the micro-batch that has waited longest.
             earlier_inputs, earlier_outputs = None, None
             if i >= num_ahead:
                 earlier_inputs, earlier_outputs = in_flight.popleft()
@@ -510,7 +510,7 @@ def main(args):
         save_final_model(
             run_dir, last_step, model, config, tokenizer, export_dtype, gather_from_stage
         )
-    # Each token gathers the whole model, so there are fewer than in the rungs before.
+    # Sampling a token gathers the whole model, so the sample is shorter than in earlier rungs.
     tokens, start = choose_prompt(eval_data[-1], 64)
     tokens = sample(model, tokens, start, device, stage)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
@@ -607,7 +607,7 @@ def load_data(args, tokenizer):
 def load_splits(name, subset, tokenizer, seq_length):
     """Returns the splits of a data set by name: of documents, or of rows that hold tokens."""
     if name == "python-docs":
-        datasets.disable_progress_bars()  # of something that takes a second
+        datasets.disable_progress_bars()  # this takes only a second
         return {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
     if name == "dummy":
         tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
@@ -615,8 +615,8 @@ def load_splits(name, subset, tokenizer, seq_length):
 
     source = source_of(name, subset)
     if Path(name).exists() or ending_of(Path(name)) in FILE_FORMATS:
-        # `datasets` keeps what it has read in a cache, and knows a file again by its path and its
-        # time. So each content has a cache of its own.
+        # `datasets` caches what it has read, and recognizes a file by its path and modification
+        # time. A file may change and keep both, so each content has a cache of its own.
         folder = f"{checksum_of_files(source):08x}"
         source["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, folder))
     return datasets.load_dataset(**source)
@@ -655,7 +655,7 @@ def source_of(name, subset):
 def checksum_of_files(source):
     """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
 
-    Files may be large, so of a file above 1 MiB its length and 16 parts of 64 KiB count."""
+    Files may be large: of a file above 1 MiB, only the length and 16 parts of 64 KiB are used."""
     checksum = 0
     splits = datasets.load_dataset_builder(**source).config.data_files or {}
     for files in splits.values():
@@ -702,7 +702,7 @@ CHAT_TEMPLATE = """
 
 
 def choose_columns(documents, tokenizer, text_column, train_on_prompt):
-    """The names of the columns to train on, and says which. They tell what the rows hold.
+    """Returns the names of the columns to train on, and prints them. They tell what the rows hold.
 
     A tuple: a column of text, or one of `INSTRUCTION_COLUMNS`, or ("input_ids",)."""
     names = documents.column_names
@@ -729,7 +729,7 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
             trained_on = "prompts and answers" if train_on_prompt else "the answers"
             say(f"training on {trained_on} in the columns {', '.join(columns)}")
             if "text" in texts:
-                say("column 'text' has prompts and answers in one (use it: --text-column text)")
+                say("column 'text' holds prompts with answers (to use it: --text-column text)")
             # A prompt and a completion that are strings are joined, without a template.
             needs_template = columns[0] != "prompt" or "prompt" not in texts
             if needs_template and tokenizer.chat_template is None:
@@ -740,7 +740,7 @@ def choose_columns(documents, tokenizer, text_column, train_on_prompt):
         texts = ["text"]
     elif conversations:
         raise ValueError(
-            f"{', '.join(conversations)}: conversations must be in a column messages, with "
+            f"{', '.join(conversations)}: conversations must be in a column called messages, with "
             "role and content"
         )
     if not texts:
@@ -779,7 +779,7 @@ def pack(documents, columns, tokenizer, args):
 
 
 def check_labels(documents):
-    """Raises ValueError if rows of tokens would train something else, as other programs store them.
+    """Raises ValueError if padding or labels follow another program's convention, not the one here.
 
     It looks at the first 1000 rows."""
     rows = documents.with_format("numpy")[:1000]
@@ -883,7 +883,7 @@ def tokenize_instruction(row, tokenizer, eos):
 def clean_messages(messages):
     """Messages as chat templates want them: no missing values, and one text as the content.
 
-    `datasets` gives each message all keys that any message has, with None where there is none."""
+    `datasets` gives each message all keys that any message has, with None for those it lacks."""
     cleaned = []
     for message in messages or []:
         message = {key: value for key, value in message.items() if value is not None}
@@ -915,7 +915,7 @@ def tokenize_conversation(messages, num_given, tokenizer):
         return
 
     # Otherwise an answer is what the template adds when the answer is added to the messages. Some
-    # templates write an answer in another way when a question follows, such as without the
+    # templates write an answer differently when a question follows it, for example without the
     # reasoning. Then the messages up to each answer are an example of their own.
     text, answers = "", []
     for i, message in enumerate(messages):
@@ -944,7 +944,7 @@ def tokenize_answers(text, answers, tokenizer, **options):
 
 
 def contents_of(args, config, tokenizer, train_data, eval_data):
-    """What the run trains, and on which data, by their content: a dict for the checkpoint."""
+    """Identifies model and data by their content, not by name: a dict for the checkpoint."""
     # What does not change the training is left out, such as versions and paths.
     left_out = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
     left_out += ("id2label", "label2id", "problem_type", "return_dict", "output_attentions")
@@ -1040,16 +1040,16 @@ def load_model(config, weights, attn, seed):
 
 
 def find_weights(model, name):
-    """Returns the safetensors files of a pretrained model, and how to make parameters of them.
+    """Returns a pretrained model's safetensors files, and how to turn them into parameters.
 
     The tensors in the files may have other names than the parameters, or be parts of them: the
-    conversions of transformers say so. The list of files is empty if there are none, without a
-    `name`, and if a rank could not tell which part of a file its shard is."""
+    conversions of transformers describe this. The list of files is empty if there are none, if
+    `name` is None, or if a rank could not tell which part of a file its shard is."""
     conversions = get_model_conversion_mapping(model)
     for conversion in conversions:
         for operation in getattr(conversion, "operations", []):
-            # A shard has some of the rows, dimension 0. It can be read if an operation makes a row
-            # of each tensor (an expert), or leaves the order of the rows as it is.
+            # A shard has some of the rows (dimension 0). It can be read if the operation turns each
+            # tensor (an expert) into a row, or leaves the order of the rows as it is.
             keeps_rows = isinstance(operation, Concatenate) and operation.dim > 0
             if not isinstance(operation, MergeModulelist) and not keeps_rows:
                 return [], conversions
@@ -1087,7 +1087,7 @@ def read_shards(model, files, conversions, device):
     missing = []
     for key in [name for name, _ in model.named_parameters()]:
         parameter = model.get_parameter(key)
-        # Of a parameter with fewer rows than there are ranks, the last ranks have none to read.
+        # If a parameter has fewer rows than there are ranks, the last ranks have no rows to read.
         if parameter.is_meta and parameter.to_local().numel() == 0:
             shard = torch.empty_like(parameter, device=device)
         elif parameter.is_meta:
@@ -1129,7 +1129,7 @@ def fill_buffers(model, device):
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, buffer)
 
-    # initialize_weights leaves tensors alone whose attribute says that they have their values.
+    # initialize_weights skips tensors that this attribute marks as already having their values.
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     model.initialize_weights()
@@ -1170,7 +1170,7 @@ class Stage:
     def exchange_with_next(self, outputs, earlier_outputs):
         """Sends `outputs`, hidden states, and receives the gradients of `earlier_outputs`.
 
-        Without one of them nothing is sent, or received. The last stage has no next one."""
+        Without `outputs` nothing is sent, and without `earlier_outputs` nothing is received."""
         if self.is_last:
             return None
         gradients = None
@@ -1219,8 +1219,8 @@ def split_blocks(model, blocks, num_stages, seq_length):
 def keep_stage(model, blocks, blocks_per_stage, stage, is_tied):
     """Removes from a model what other stages have. Returns the blocks that are left.
 
-    What is removed is replaced by modules that return their input. So the others keep their names,
-    which are those in checkpoints, and the model's own forward pass works as it is."""
+    What is removed is replaced by modules that return their input. So the remaining modules keep
+    the names that checkpoints use, and the model's own forward pass works as it is."""
     first = sum(blocks_per_stage[: stage.index])
     end = first + blocks_per_stage[stage.index]
     names = {module: name for name, module in model.named_modules()}
@@ -1312,7 +1312,7 @@ def check_causal(model, seq_length, device, stage):
     """Ends the run if a token changes what the model predicts before it.
 
     A model that reads in both directions, such as BERT, sees the token that it has to predict. Its
-    loss becomes very small, and still it cannot write a text."""
+    loss becomes very small, but the model still cannot generate text."""
     half = seq_length // 2
     vocab_size = model.config.vocab_size
     tokens = torch.arange(seq_length)[None] % vocab_size
@@ -1399,7 +1399,7 @@ def make_micro_batches(data, indices, batch_size, device, mesh):
         input_ids = rows["input_ids"]
         labels = rows.get("labels", input_ids)
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
-        targets[max(0, num_real - first) :] = -100  # of the sequence that does not count
+        targets[num_real - first :] = -100  # of the sequence that does not count
         num_targets += (targets != -100).sum()
 
         # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
@@ -1415,8 +1415,8 @@ def sum_cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-# "force_eager" runs compiled blocks as if they were not. Otherwise torch.compile would compile them
-# again for this function, because without gradients they need other code.
+# "force_eager" runs compiled blocks as if they were not compiled. Otherwise torch.compile would
+# compile them again for this function, because without gradients they need other code.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def evaluate(model, data, batch_size, device, stage, mesh):
@@ -1461,8 +1461,8 @@ def sample(model, tokens, start, device, stage):
 def choose_prompt(sequence, length):
     """Returns tokens for `sample`, of shape (T,), and how many of them are the prompt.
 
-    The prompt of a text is its first 32 tokens, that of instruction data ends where an answer
-    begins. At most `length` tokens follow it."""
+    For a text, the prompt is its first 32 tokens. For instruction data, it ends where an answer
+    begins. At most `length` tokens follow the prompt."""
     input_ids = sequence["input_ids"]
     start = min(32, len(input_ids) // 2)
     if "labels" in sequence:
@@ -1514,7 +1514,7 @@ def parse_args():
     add = parser.add_argument_group("run").add_argument
     name_help = "save the run in SAVE_DIR/NAME, and resume it there"
     add("-e", "--experiment-name", type=one_line, help=name_help)
-    folder_help = "of all runs, default: %(default)s"
+    folder_help = "folder for all runs, default: %(default)s"
     add("--save-dir", type=one_line, default=str(ROOT / "outputs"), help=folder_help)
     seed_help = "of the order of the data and of random weights, default: %(default)s"
     add("--seed", type=zero_or_more(int), default=0, help=seed_help)
@@ -1530,7 +1530,7 @@ def parse_args():
     add("--log-freq", type=positive(int), default=10, help=log_help)
     checkpoint_help = "steps between checkpoints, default: %(default)s"
     add("--ckpt-freq", type=positive(int), default=500, help=checkpoint_help)
-    keep_help = "how many of the newest to keep, default: %(default)s"
+    keep_help = "how many of the newest checkpoints to keep, default: %(default)s"
     add("--keep-checkpoints", type=positive(int), default=2, help=keep_help)
     add("--comet-project-name", type=one_line, default="train-llm", help="default: %(default)s")
     add("--comet-workspace", type=one_line, help="default: the one of your account")
@@ -1773,7 +1773,7 @@ def check_contents(args, contents):
         if name != "config" and contents[name] != value:
             flag = "model_name" if name == "tokenizer" else "dataset_name"
             here = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            # Other names of the model and the data may be the reason.
+            # Flags that differ from those of the run may be the reason.
             reasons = ""
             for other in CONTENT_FLAGS:
                 if stored["flags"].get(other) != getattr(args, other):
@@ -1819,10 +1819,10 @@ def end_interrupted(args):
 
 
 def end_with_torchrun():
-    """Has this process end when torchrun has, also after kill -9, which lets it tell nobody.
+    """Ends this process when torchrun has ended, even if kill -9 kept torchrun from signaling it.
 
     Otherwise the process would go on by itself: nobody reads what it prints, and a second start of
-    the run would find its folder locked. The thread looks for as long as the process lives, also
+    the run would find its folder locked. The thread checks for as long as the process lives, even
     while the script waits in a collective."""
 
     def watch():

@@ -36,7 +36,7 @@ SMALL = SUPPORT / "small"
 LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port"
 LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
 LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
-LAUNCHERS += " --index-url --picture"
+LAUNCHERS += " --index-url --picture --additional-suffix"
 # Files that are named and are not this repository's.
 FOREIGN = set()
 PRAISE = "simply|easily|effortless(ly)?|powerful|elegant(ly)?|blazing(ly)?|lightning|seamless(ly)?"

@@ -137,8 +137,9 @@ def draw(runs, path):
     names = list(runs)
     colors = {name: f"C{i % 10}" for i, name in enumerate(names)}
     rows = [summary(steps) for steps in runs.values()]
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7))
-    (loss, rate, memory), (sent, parts, legend) = axes
+    # About 820 pixels wide, as wide as a page on GitHub.
+    figure, axes = pyplot.subplots(3, 2, figsize=(8.6, 8.5))
+    (loss, legend), (rate, memory), (sent, parts) = axes
 
     # The curves of several runs may lie on each other: the first one is the widest.
     for i, (name, steps) in enumerate(runs.items()):

@@ -609,7 +609,7 @@ def newest_intact(run_dir):
         if not damaged:
             return folder, values
         names = ", ".join(damaged)
-        say(f"{folder} is damaged ({names}): renamed .damaged, the one before is taken")
+        say(f"{folder} is damaged ({names}): renamed .damaged, the one before is used")
         if RANK == 0:
             with reading(f"--save-dir {run_dir}"):
                 remove(folder.with_suffix(".damaged"))

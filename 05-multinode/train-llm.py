@@ -355,7 +355,7 @@ def main(args):
         return
     if resumed.get("total_steps", total_steps) != total_steps:
         before = resumed["total_steps"]
-        say(f"learning rate: scheduled over {total_steps} steps, before {before}")
+        say(f"learning rate: scheduled over {total_steps} steps, previously {before}")
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
     # For the log: values that the flags leave open.
@@ -575,7 +575,7 @@ class Progress:
         self.starts_without_progress = self.starts_without_progress % 10 + 1
         self.write(last_step)
         if self.starts_without_progress == 10:
-            fail(f"{run_dir}: 10 starts and no step beyond {self.furthest_step}, see their errors")
+            fail(f"{run_dir}: 10 starts, none beyond step {self.furthest_step}, see their errors")
 
     def after_step(self, step):
         """Writes the number of a step. Call this after each step."""
@@ -1141,7 +1141,7 @@ def find_mistake(name, rows, first_row, seq_length, vocab_size):
     """Raises ValueError for the first of the rows that is wrong, see `checksum_of_tokens`."""
     for number, tokens in enumerate(rows, first_row):
         if not isinstance(tokens, list):
-            raise ValueError(f"row {number} of {name} is no list of tokens: {tokens!r:.50}")
+            raise ValueError(f"row {number} of {name} is not a list of tokens: {tokens!r:.50}")
         if len(tokens) != seq_length:
             counts = f"{len(tokens)} tokens, --seq-length is {seq_length}"
             raise ValueError(f"row {number} of {name} has {counts}")
@@ -1804,7 +1804,7 @@ def positive(convert):
 
 def zero_or_more(convert):
     """A `type` for flags: an int or a float that is not negative."""
-    return in_range(convert, lambda value: 0 <= value < 2**63, "from 0 and below 2**63")
+    return in_range(convert, lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
 
 
 def one_line(text):

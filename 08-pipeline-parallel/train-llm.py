@@ -225,7 +225,7 @@ def main(args):
     if grad_accum_steps < num_stages:
         largest = sequences_per_pipeline // num_stages
         way_out = f"use --batch-size {largest} or less" if largest else "use fewer stages"
-        needed = f"a step needs as many micro-batches and has {grad_accum_steps}"
+        needed = f"a step needs at least as many micro-batches and has {grad_accum_steps}"
         fail(f"--stages {num_stages}: {needed}, {way_out}")
     bubble = (num_stages - 1) / (grad_accum_steps + num_stages - 1)
     say(f"each stage is idle for about {bubble:.0%} of a step, less with a smaller --batch-size")
@@ -359,7 +359,7 @@ def main(args):
         return
     if resumed.get("total_steps", total_steps) != total_steps:
         before = resumed["total_steps"]
-        say(f"learning rate: scheduled over {total_steps} steps, before {before}")
+        say(f"learning rate: scheduled over {total_steps} steps, previously {before}")
     # For the log: values that the flags leave open.
     run_info["device"] = str(device)
     run_info["compile"] = is_compiled
@@ -988,7 +988,7 @@ def find_mistake(name, rows, first_row, seq_length, vocab_size):
     """Raises ValueError for the first of the rows that is wrong, see `checksum_of_tokens`."""
     for number, tokens in enumerate(rows, first_row):
         if not isinstance(tokens, list):
-            raise ValueError(f"row {number} of {name} is no list of tokens: {tokens!r:.50}")
+            raise ValueError(f"row {number} of {name} is not a list of tokens: {tokens!r:.50}")
         if len(tokens) != seq_length:
             counts = f"{len(tokens)} tokens, --seq-length is {seq_length}"
             raise ValueError(f"row {number} of {name} has {counts}")
@@ -1657,7 +1657,7 @@ def positive(convert):
 
 def zero_or_more(convert):
     """A `type` for flags: an int or a float that is not negative."""
-    return in_range(convert, lambda value: 0 <= value < 2**63, "from 0 and below 2**63")
+    return in_range(convert, lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
 
 
 def one_line(text):

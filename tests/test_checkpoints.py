@@ -295,7 +295,7 @@ def test_the_total_may_be_raised(copy, flags, total):
         end(process)
     else:
         result = finish(process)
-        assert f"scheduled over {total} steps, before 12" in result.out
+        assert f"scheduled over {total} steps, previously 12" in result.out
     lines = metrics(copy / "a")
     assert 14 in lines
     assert lines[13]["train/learning_rate"] > lines[12]["train/learning_rate"]

@@ -24,7 +24,7 @@ from nodes import (
 
 pytestmark = pytest.mark.law4
 
-# A checkpoint may be in the making when a node dies: then the one before is taken.
+# A checkpoint may be in the making when a node dies: then the one before is used.
 MOST = 2 * INTERVAL
 FIRST = "step-00000005"
 
@@ -189,7 +189,7 @@ def test_an_error_that_comes_again_ends_the_job(tmp_path):
     with job(tmp_path, NNODES="1", **strike) as start:
         node = start("A", *named(tmp_path), "--ckpt-freq", "5", "--max-steps", "99")
         assert node.wait() != 0
-    line = f"{tmp_path}/a: 10 starts and no step beyond 50, see their errors"
+    line = f"{tmp_path}/a: 10 starts, none beyond step 50, see their errors"
     assert node.said().count(f"train-llm.py: error: {line}") in (1, 2)
     assert node.said().count("resumed from step 0") == 2
 

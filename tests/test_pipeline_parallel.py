@@ -452,7 +452,7 @@ REFUSED = [
         "llama",
         {},
         (*TWO, "-b", 8),
-        "--stages 2: a step needs as many micro-batches and has 1, use --batch-size 4",
+        "--stages 2: a step needs at least as many micro-batches and has 1, use --batch-size 4",
     ),
     (
         "llama",

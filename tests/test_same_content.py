@@ -313,12 +313,12 @@ WRONG_ROWS = {
     "beyond the vocabulary": ("input_ids", [384] * 64, "has 384, the model has tokens from 0"),
     "short": ("input_ids", [1] * 63, "has 63 tokens, --seq-length is 64"),
     "long": ("input_ids", [1] * 65, "has 65 tokens, --seq-length is 64"),
-    "null": ("input_ids", None, "is no list of tokens: None"),
+    "null": ("input_ids", None, "is not a list of tokens: None"),
     "a null within": ("input_ids", [1] * 63 + [None], "has None, the model"),
     "label beyond": ("labels", [384] * 64, "has 384, the model"),
     "label below": ("labels", [-99] * 64, "has -99, the model"),
     "label short": ("labels", [1] * 10, "has 10 tokens, --seq-length is 64"),
-    "label null": ("labels", None, "is no list of tokens: None"),
+    "label null": ("labels", None, "is not a list of tokens: None"),
 }
 # What all rows hold, because a column has one type.
 WRONG_COLUMNS = {
@@ -328,8 +328,8 @@ WRONG_COLUMNS = {
     "strings": ("input_ids", ["a"] * 64, "has 'a', the model"),
     "nested": ("input_ids", [[1]] * 64, "has [1], the model"),
     "label float": ("labels", [1.0] * 64, "has 1.0, the model"),
-    "label string": ("labels", "text", "is no list of tokens: 'text'"),
-    "label scalar": ("labels", 3, "is no list of tokens: 3"),
+    "label string": ("labels", "text", "is not a list of tokens: 'text'"),
+    "label scalar": ("labels", 3, "is not a list of tokens: 3"),
 }
 
 

@@ -18,7 +18,7 @@ FLAGS = [
     ("--lr 0", "argument --lr: 0: must be above 0"),
     ("--lr -1", "argument --lr: -1: must be above 0"),
     ("--lr inf", "argument --lr: inf: must be above 0 and below 2**63"),
-    ("--seed 99999999999999999999", "argument --seed: 99999999999999999999: must be at least 0 and "),
+    ("--seed 99999999999999999999", "argument --seed: 99999999999999999999: must be at least 0"),
     ("--lr nan", "argument --lr: nan: must be above 0"),
     ("--lr fast", "argument --lr: invalid float value: 'fast'"),
     ("--batch-size 0", "argument -b/--batch-size: 0: must be above 0"),

@@ -351,6 +351,7 @@ def first_use(term, text):
     for line in measured_lines() & set(text.splitlines()):
         text = text.replace(line, " " * len(line))
     word = re.escape(term).removesuffix("y") + ("(?:y|ies)" if term.endswith("y") else "(?:e?s)?")
+    word = word.replace("\\ ", r"\s+")  # a line may end between two words
     skipped = r"^```.*?^```$|^#.*?$|`[^`]*`|</?[a-z][^>\n]*>|!\[[^]]*\]\([^)]*\)"
     skipped += r"|(?<!!)\[(?:[^]`]|`[^`]*`)*\]\((?![^)]*GLOSSARY\.md)[^)]*\)|\]\([^)]*\)"
     pattern = re.compile(f"{skipped}|(?P<term>(?<![\\w-]){word}(?![\\w-]))", re.I | re.M | re.S)

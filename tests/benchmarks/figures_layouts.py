@@ -78,6 +78,44 @@ def paragraph(canvas, x, y, text, style="text", columns=90):
 # ------------------------------------------------------------------ data and batches
 
 
+def bf16_rounding():
+    """A weight of 1 and an update of 0.001, on the numbers that bf16 and fp32 have there."""
+    canvas = Canvas(246, label="An update that bf16 rounds away")
+    low, high, left, right = 1 - 2.4 / 256, 1 + 1.6 / 256, 96, 806
+
+    def place(value):
+        return left + (value - low) / (high - low) * (right - left)
+
+    # Below 1 the bf16 numbers are 1/256 apart, above 1 they are 1/128 apart.
+    y = 76
+    canvas.text(0, y + 5, "bf16", "text title")
+    canvas.line(left, y, right, y)
+    for value, name in ((1 - 2 / 256, "0.99219"), (1 - 1 / 256, "0.99609"), (1.0, "1")):
+        canvas.box(place(value) - 5, y - 5, 10, 10, "rank0", radius=5)
+        canvas.text(place(value), y + 26, name, "text small", "middle")
+    canvas.line(place(1 - 0.5 / 256), y - 34, place(1 - 0.5 / 256), y + 12, "line", dashed=True)
+    canvas.text(place(1 - 0.5 / 256) - 8, y - 40, "halfway", "muted small", "middle")
+    canvas.line(place(0.999), y - 12, place(0.999), y, "warning")
+    canvas.text(place(0.999) - 3, y - 17, "0.999", "text small", "middle")
+    canvas.arrow(place(0.999) + 4, y - 10, place(1.0) - 5, y - 4, "warning", head=6)
+    canvas.text(place(1.0) + 14, y - 14, "rounded to 1: the update is lost", "text small")
+
+    y = 176
+    canvas.text(0, y + 5, "fp32", "text title")
+    canvas.line(left, y, right, y)
+    for number in range(143):  # far fewer than there are
+        x = left + number * 5
+        canvas.line(x, y - 4, x, y + 4, "rank0")
+    for value, name in ((0.999, "0.999"), (1.0, "1")):
+        canvas.box(place(value) - 5, y - 5, 10, 10, "rank0", radius=5)
+        canvas.text(place(value), y + 26, name, "text small", "middle")
+    canvas.arrow(place(1.0) - 4, y - 12, place(0.999) + 4, y - 12, "warning", head=6)
+    canvas.text(place(1.0) + 14, y - 14, "1 − 0.001 = 0.999", "text small")
+    note = "In fp32 there are 65,536 numbers for each one of bf16, too many to draw."
+    canvas.text(0, 236, note, "muted small")
+    return canvas
+
+
 def global_batch():
     """The same 8 sequences on one process and on two ranks, and the same update."""
     order = np.random.default_rng((0, 0)).permutation(1729)  # seed 0, epoch 0, the default data
@@ -1072,6 +1110,7 @@ def packing():
 
 PICTURES = {
     "packing": packing,
+    "bf16-rounding": bf16_rounding,
     "global-batch": global_batch,
     "mesh-hsdp": mesh_hsdp,
     "int8": int8,

@@ -127,7 +127,7 @@ INPUTS = [
     ("-d script.py", "--dataset-name script.py: ValueError: it must end in .txt, .json"),
     (
         "-d numbers-as-ids.jsonl",
-        "--dataset-name numbers-as-ids.jsonl: ValueError: row 0 of input_ids is no list",
+        "--dataset-name numbers-as-ids.jsonl: ValueError: row 0 of input_ids is not a list",
     ),
     ("-d no-rows.jsonl", "--global-batch-size 32: no-rows.jsonl has only 0 sequences "),
 ]

@@ -217,7 +217,7 @@ def test_a_run_without_a_name_is_not_restarted(tmp_path):
         wait_until(lambda: "step  " in node.said(), "a step", [node])
         node.workers()[0].kill()
         assert node.wait() != 0
-    line = "train-llm.py: error: --experiment-name: a run without one"
+    line = "train-llm.py: error: --experiment-name: a run without a name"
     assert node.said().count(line) in (1, 2)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -313,13 +314,15 @@ def test_bytes_between_stages(tmp_path):
     """B T h elements for each micro-batch, in each direction. And once in a step the gradient of a
     weight that the first stage and the last one share."""
     begin, place = "@record  # torchrun", "        # The gradient of a weight that two stages have"
-    note = '        print("SENT", step, stage.index, SENT[0], flush=True)\n        SENT[0] = 0\n'
+    # `print` would write each word by itself, and those of several processes would mix.
+    write = 'sys.stdout.write(f"SENT {step} {stage.index} {SENT[0]};")'
+    note = f"        {write}\n        SENT[0] = 0\n"
     path = mutant(tmp_path, RUNG, (begin, COUNT + "\n" + begin), (place, note + place))
     model = save_config(tmp_path / "m", "llama", tie_word_embeddings=True)
     flags = (*FEW, "-m", model, "--global-batch-size", 8, "-b", 2, "--stages", 4)
-    lines = [x.split()[1:] for x in run(RUNG, 4, *flags, path=path).out.splitlines() if "SENT" in x]
+    found = re.findall(r"SENT (\d+) (\d+) (\d+);", run(RUNG, 4, *flags, path=path).out)
     hidden_states = 2 * 64 * SIZES["hidden_size"] * 4
-    sent = {int(stage): int(count) for step, stage, count in lines if step == "3"}
+    sent = {int(stage): int(count) for step, stage, count in found if step == "3"}
     one_way = 4 * hidden_states
     tied = SIZES["vocab_size"] * SIZES["hidden_size"] * 4  # of the step before
     assert sent == {0: one_way + tied, 1: 2 * one_way, 2: 2 * one_way, 3: one_way + tied}

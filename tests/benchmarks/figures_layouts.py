@@ -229,7 +229,7 @@ def agents():
         canvas.box(x, 112, 340, 216, "line", outline=True, radius=8)
         canvas.text(x + 14, 136, f"node {node}", "text title")
         agent_x = x + 95
-        canvas.box(agent_x, 146, 150, 40, "muted", "agent (torchrun)")
+        canvas.box(agent_x, 146, 150, 40, "idle", "agent (torchrun)")
         double_arrow(canvas, agent_x + 75, 144, 330 + 160 * node, 52)
         for worker in range(2):
             rank = 2 * node + worker

@@ -201,7 +201,7 @@ def unexplained_hunks(name, text):
 
 
 def wrong_counts(name, text):
-    """`NN changed lines` that `diff` does not count, in a chapter between its rung and the last."""
+    """`NN changed lines` that are not so, in a chapter between its rung and the last."""
     pairs = [(BELOW[rung_of(name)], rung_of(name))] if rung_of(name) in BELOW else PAIRS
     true = {str(changed_lines(*pair)) for pair in pairs}
     found = set(re.findall(r"(\d+)\s+changed\s+lines", text))

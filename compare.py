@@ -16,7 +16,7 @@ from pathlib import Path
 
 # Phases of a step, in their order, as in the metrics `time/…_ms`.
 PHASES = ("data", "forward", "backward", "update", "log")
-PHASE_COLORS = dict(zip(PHASES, ("gold", "silver", "dimgray", "teal", "black"), strict=True))
+PHASE_COLORS = dict(zip(PHASES, ("gold", "silver", "gray", "teal", "firebrick"), strict=True))
 # Titles of the columns of the table, and how their numbers are written.
 COLUMNS = {
     "steps": ",.0f",
@@ -132,6 +132,10 @@ def draw(runs, path):
         return
     matplotlib.use("Agg")  # no window
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    # Gray on no background can be read on a light page and on a dark one.
+    for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        matplotlib.rcParams[part] = "#737c86"
+    matplotlib.rcParams["legend.frameon"] = False
     from matplotlib import pyplot
 
     names = list(runs)
@@ -176,7 +180,7 @@ def draw(runs, path):
     figure.tight_layout()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        figure.savefig(path, transparent=True)
     except (OSError, ValueError) as error:
         fail(f"--picture {path}: {error}")
     print(f"picture: {path}")

@@ -18,7 +18,7 @@ import figures
 import pytest
 import traps
 from conftest import ROOT, RUNGS, SUPPORT, environment, finish, load, script
-from test_ladder import PAIRS, changed_lines
+from test_ladder import PAIRS, changed_lines, git_diff
 
 pytestmark = pytest.mark.law6
 
@@ -139,12 +139,7 @@ def test_there_are_commands_to_run(name):
 @cache
 def full_diff(below, rung):
     """The lines of `git diff --no-index` with all of the context, without its head."""
-    command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "-U100000"]
-    variables = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    out = subprocess.run(
-        [*command, script(below), script(rung)], env=variables, capture_output=True, text=True
-    ).stdout
-    lines = [line.rstrip() for line in out.splitlines()]
+    lines = [line.rstrip() for line in git_diff(below, rung, "-U100000").splitlines()]
     return lines[1 + next(n for n, line in enumerate(lines) if line.startswith("@@")) :]
 
 

@@ -126,13 +126,17 @@ def diff(below, rung):
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
-def changed_lines(below, rung):
-    """The lines that the `git diff` of a chapter marks on either side, comments and docstring
-    counted."""
-    command = ["git", "diff", "--no-index", "--numstat", script(below), script(rung)]
+def git_diff(below, rung, *options):
+    """What the `git diff` of a chapter prints, whatever the user's configuration of git is."""
+    command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", *options]
     variables = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    out = subprocess.run(command, env=variables, capture_output=True, text=True).stdout
-    return sum(int(number) for number in out.split()[:2])
+    files = [script(below), script(rung)]
+    return subprocess.run([*command, *files], env=variables, capture_output=True, text=True).stdout
+
+
+def changed_lines(below, rung):
+    """The lines that `git diff` marks on either side, comments and docstring counted."""
+    return sum(int(number) for number in git_diff(below, rung, "--numstat").split()[:2])
 
 
 @pytest.mark.law2

@@ -1,21 +1,19 @@
-"""Rung 01: train a language model in one process, on one GPU or on a CPU.
+"""Stage 01: train a language model in one process, on one GPU or on a CPU.
 
-Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
+Try it, train on a text of your own, train a pretrained model further. Without -e nothing is saved.
 
     python train-llm.py
     python train-llm.py -e notes -d notes.txt --max-steps 200
-    python train-llm.py -e alpaca -m gpt2 -d tatsu-lab/alpaca
+    python train-llm.py -e notes -d notes.txt -m gpt2
 """
 
 import argparse
-import difflib
 import glob
 import json
 import math
 import os
 import re
 import shlex
-import shutil
 import sys
 import zlib
 from functools import partial
@@ -27,66 +25,44 @@ from pydoc_data.topics import topics  # the language reference that comes with P
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# On a CPU, a PyTorch thread that waits for work keeps its core busy for some time before it sleeps.
-# By default this time is so long that training becomes many times slower when other programs need
-# the cores. This value is a thirtieth of the default on Linux. Set it before torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
-    print("importing torch, transformers and datasets: this takes some seconds", flush=True)
-
 import datasets
 import numpy as np
-import psutil
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 import torch.nn.functional as F
 import transformers
 from logs_and_checkpoints import (
     MEMORY_METRICS,
+    WORLD_SIZE,
     RunLog,
-    checkpoints,
     fail,
     load_checkpoint,
     lock_run_dir,
     memory_gb,
-    reading,
     save_checkpoint,
     save_final_model,
     say,
-    say_last,
 )
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.utils.checkpoint import checkpoint
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()  # hides warnings
+transformers.logging.disable_progress_bar()
 # In each forward pass transformers checks whether a row holds several sequences, and Python waits
 # until the GPU has the answer. Here the answer is always no, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# A resumed run must have the same values for these flags. All other flags may change, and so may
-# the hardware and the rung (the numbered scripts of this course are called rungs).
-EXPERIMENT_FLAGS = (
-    "model_name",
-    "from_scratch",
-    "dataset_name",
-    "dataset_subset",
-    "text_column",
-    "train_on_prompt",
-    "seq_length",
-    "seed",
-    "global_batch_size",
-)
-# The values of these may differ if they stand for the same model and data, see `check_contents`.
-CONTENT_FLAGS = (
-    "model_name",
-    "dataset_name",
-    "dataset_subset",
-    "text_column",
-    "train_on_prompt",
-)
+# The formats of data files, by their endings. Each may be followed by .gz.
+FORMATS = {
+    ".txt": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+# Columns of conversations, which prepare.py turns into rows of tokens.
+CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
 # Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
 # that matches counts.
 PEAK_FLOPS = {
@@ -102,37 +78,32 @@ PEAK_FLOPS = {
 
 
 def main(args):
-    run_dir = open_run_dir(args)
+    if WORLD_SIZE > 1:
+        fail("this stage runs in one process: for several, start 02-ddp")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
+    run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
+    if run_dir:
+        lock_run_dir(run_dir)
 
     # Data: sequences of one length, cut from the documents.
-    with reading(f"--model-name {args.model_name}"):
-        config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
-        args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
-    with reading(f"--dataset-name {args.dataset_name}"):
-        train_data, eval_data = load_data(args, tokenizer)
-
-    # Look at every token once. A wrong one would otherwise be found in the middle of the run, or
-    # not at all. Checksums are saved: when the run is resumed, a name may stand for other files.
-    with reading(f"--dataset-name {args.dataset_name}"):
-        contents = contents_of(args, config, tokenizer, train_data, eval_data)
-    check_contents(args, contents)
+    config, weights = load_config(args.model_name, args.from_scratch)
+    tokenizer = load_tokenizer(args.model_name, args.dataset_name)
+    train_data, eval_data = load_data(args, config, tokenizer)
+    experiment = check_data(args, config, train_data, eval_data)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
     steps_per_epoch = len(train_data) // args.global_batch_size
-    data_size = (
-        f"{len(train_data)} sequences of {args.seq_length} tokens and {len(eval_data)} held out"
-    )
-    if steps_per_epoch == 0 or len(eval_data) == 0:
-        name = args.dataset_name
-        fail(f"--global-batch-size {args.global_batch_size}: {name} has only {data_size}")
     total_steps = args.num_epochs * steps_per_epoch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
-    say(f"{args.dataset_name}: {data_size}, {total_steps} steps")
+    say(
+        f"{args.dataset_name}: {len(train_data)} sequences of {args.seq_length} tokens and "
+        f"{len(eval_data)} held out, {total_steps} steps"
+    )
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
@@ -144,22 +115,14 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    model_flags = f"--model-name {args.model_name} --attn {args.attn}"
-    with reading(model_flags):
-        check_memory(config, args.attn, 1, device)
-        model = load_model(config, weights, args.attn, args.seed)
-    run_info = {
-        "parameters": model.num_parameters(),
-        "attn": model.config._attn_implementation,
-        "flops_per_token": flops_per_token(model, args.seq_length),
-        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-    }
-    run_info["peak_flops"] = peak_flops(run_info["device_name"])
+    model = load_model(config, weights, args.attn, args.seed)
+    run_info = describe_run(model, args.seq_length, device)
     say(f"{run_info['parameters']:,} parameters, {run_info['attn']}, {args.dtype}, {device}")
 
-    # The transformer blocks. `_no_split_modules` has the name of their class, for each architecture
-    # in transformers.
-    blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    # The transformer blocks. In transformers they all derive from this class.
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not blocks:
+        fail(f"--model-name {args.model_name}: no transformer blocks were found in it")
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
     # same. Compiling the whole model would take many times as long. The loss is compiled too: its
@@ -167,8 +130,9 @@ def main(args):
     # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
     # replace the code for the full ones with slower code for all sizes.
     cross_entropy = sum_cross_entropy
-    is_compiled = device.type == "cuda" if args.compile is None else args.compile
-    if is_compiled:
+    if args.compile is None:
+        args.compile = device.type == "cuda"
+    if args.compile:
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         cross_entropy = torch.compile(sum_cross_entropy, dynamic=False)
@@ -185,12 +149,11 @@ def main(args):
     # need more precision, such as the loss, in fp32.
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     model.to(device)
-    with reading(model_flags), autocast():
-        check_causal(model, args.seq_length, device)
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
-    args.lr = args.lr or (2e-5 if weights else 1e-3)
+    if args.lr is None:
+        args.lr = 2e-5 if weights else 1e-3
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -201,10 +164,11 @@ def main(args):
 
     # Learning rate. The scheduler has a function from the step to a factor. We call that function
     # ourselves, so that a resumed run needs to know the step only, and no state of the scheduler.
-    warmup_steps = args.warmup_steps
-    if warmup_steps is None:
-        warmup_steps = min(100, total_steps // 10)
-    scheduler = transformers.get_scheduler(args.lr_scheduler, optimizer, warmup_steps, total_steps)
+    if args.warmup_steps is None:
+        args.warmup_steps = min(100, total_steps // 10)
+    scheduler = transformers.get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps
+    )
     lr_factor = scheduler.lr_lambdas[0]
 
     # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
@@ -212,27 +176,14 @@ def main(args):
     # fp32.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
-    # Resume from the newest checkpoint of this run, if there is one. A run that was killed after
-    # its last step and before the export skips the loop below.
-    resumed = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
+    # Resume from the newest checkpoint of this run, if there is one. It must be of the same
+    # experiment. All else may change: the hardware, the other flags, and the stage of this course.
+    resumed = {"step": 0}
+    if run_dir:
+        resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
     last_step = resumed["step"]
-    if last_step >= total_steps and (run_dir / "final_model" / f"step-{last_step:08d}").exists():
-        say(
-            f"{run_dir} is finished at step {last_step}: raise --max-steps or --num-epochs, or "
-            "choose another name (-e)"
-        )
-        say_what_is_left(run_dir)
-        return
-    if resumed.get("total_steps", total_steps) != total_steps:
-        before = resumed["total_steps"]
-        say(f"learning rate: scheduled over {total_steps} steps, previously {before}")
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
-    # For the log: values that the flags leave open.
-    run_info["device"] = str(device)
-    run_info["compile"] = is_compiled
-    run_info["max_steps"] = total_steps
-    run_info["warmup_steps"] = warmup_steps
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     for step in range(last_step + 1, total_steps + 1):
@@ -252,7 +203,6 @@ def main(args):
         log.lap("data")
 
         # Forward and backward. The gradients of all micro-batches add up in `.grad`.
-        optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
         for input_ids, targets in micro_batches:
             with autocast():
@@ -280,7 +230,8 @@ def main(args):
         # Log. Reading a value (.item(), .tolist()) waits until the GPU has computed it, so this is
         # done only in the steps that are logged.
         metrics = {}
-        if step == 1 or step % args.log_freq == 0 or step == total_steps:
+        is_saved = run_dir and (step == total_steps or step % args.ckpt_freq == 0)
+        if step == 1 or step % args.log_freq == 0 or step == total_steps or is_saved:
             memory = memory_gb(model, optimizer, device)
             metrics = {
                 "train/loss": step_loss.item() / num_targets.item(),
@@ -290,47 +241,129 @@ def main(args):
                 **log.pop_times(),
                 **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
             }
-
-        # Evaluate on text that the model was not trained on.
-        if step == total_steps or (args.eval_freq and step % args.eval_freq == 0):
-            with autocast():
-                metrics.update(evaluate(model, eval_data, args.batch_size, device))
-            log.lap("outside")  # what is outside of a step does not count for tokens per second
+            check_finite(step, metrics, scaler)
         log.step(step, metrics)
+        optimizer.zero_grad()  # frees the gradients, before more memory is needed below
         log.lap("log")
 
         # Checkpoint: model and optimizer, and what else is needed to resume.
-        if run_dir and (step == total_steps or step % args.ckpt_freq == 0):
+        if is_saved:
             values = {
+                "experiment": experiment,
                 "flags": vars(args),
-                "experiment": experiment(args),
-                "contents": contents,
-                "total_steps": total_steps,
                 "comet_key": log.comet_key,
                 "scaler": scaler.state_dict(),
             }
-            times = save_checkpoint(run_dir, step, model, optimizer, values, args.keep_checkpoints)
-            log.after_checkpoint(times)
-            log.lap("outside")
+            save_checkpoint(run_dir, step, model, optimizer, values, args.keep_checkpoints)
 
-    # Export the model for `from_pretrained`. Then show what it writes after a prompt that was held
-    # out from training.
+        # Evaluate on text that the model was not trained on.
+        if args.eval_freq and step % args.eval_freq == 0 and step < total_steps:
+            with autocast():
+                metrics = evaluate(model, eval_data, args.batch_size, device, cross_entropy)
+            log.step(step, metrics)
+        log.lap("outside")  # what is outside of a step does not count for tokens per second
+
+    # Export the model for `from_pretrained`. Then evaluate it once more, and show what it writes
+    # after the first words of a text that was held out from training.
     if run_dir:
-        export_dtype = DTYPES[args.export_dtype]
-        last_step = max(last_step, total_steps)
-        save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
-    tokens, start = choose_prompt(eval_data[-1], 224)
+        save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
+    tokens = eval_data[-1]["input_ids"][:256]
+    start = min(32, len(tokens) // 2)
     with autocast():
+        metrics = evaluate(model, eval_data, args.batch_size, device, cross_entropy)
         tokens = sample(model, tokens, start, device)
+    log.step(log.last_step, metrics)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
     log.close()
-    say_what_is_left(run_dir)
+
+
+def make_micro_batches(data, indices, batch_size, device):
+    """Loads the sequences with these indices, in micro-batches of `batch_size`.
+
+    Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
+    number of targets, a scalar there. targets[:, i] is the token that follows input_ids[:, i], or
+    -100 where the loss leaves it out."""
+    micro_batches = []
+    num_targets = torch.zeros((), dtype=torch.int64, device=device)
+    for first in range(0, len(indices), batch_size):
+        rows = data[indices[first : first + batch_size]]
+        input_ids = rows["input_ids"]
+        labels = rows.get("labels", input_ids)
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
+
+        # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
+        if device.type == "cuda":
+            input_ids = input_ids.pin_memory().to(device, non_blocking=True)
+            targets = targets.pin_memory().to(device, non_blocking=True)
+        micro_batches.append((input_ids, targets))
+        num_targets += (targets != -100).sum()
+    return micro_batches, num_targets
+
+
+def loss_sum(model, input_ids, targets, cross_entropy):
+    """The sum of the loss over all targets, in nats: a scalar on the device.
+
+    `cross_entropy` is `sum_cross_entropy`, compiled or not."""
+    # Without gradients, compiled blocks would need other code, and torch.compile would compile them
+    # again. So `evaluate` runs them as they are ("force_eager"), and only the loss is compiled.
+    with torch.compiler.set_stance("default" if torch.is_grad_enabled() else "force_eager"):
+        logits = model(input_ids=input_ids, use_cache=False).logits
+    return cross_entropy(logits, targets)
+
+
+def sum_cross_entropy(logits, targets):
+    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def check_finite(step, metrics, scaler):
+    """Ends the run if loss or gradient is not a number: a checkpoint would replace a good one."""
+    loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+    # In fp16 the scaler finds such gradients, and leaves out the update.
+    if not math.isfinite(loss if scaler.is_enabled() else loss + grad_norm):
+        fail(f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a lower --lr")
+
+
+@torch.no_grad()
+def evaluate(model, data, batch_size, device, cross_entropy):
+    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
+
+    There is no model.eval(): dropout is 0 in training too."""
+    indices = range(len(data))
+    micro_batches, num_targets = make_micro_batches(data, indices, batch_size, device)
+    total = torch.zeros((), device=device)
+    for input_ids, targets in micro_batches:
+        total += loss_sum(model, input_ids, targets, cross_entropy)
+    loss = (total.double() / num_targets).item()  # NaN if there is no target
+    return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
+
+
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def sample(model, tokens, start, device):
+    """Replaces tokens[start:], of shape (T,), by tokens sampled from the model."""
+    tokens = tokens[None].to(device, copy=True)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(start, tokens.shape[1]):
+        # The whole sequence each time, so that the shape stays the same. The old tokens after i do
+        # no harm: attention is causal.
+        logits = model(input_ids=tokens, use_cache=False).logits
+        logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
+        tokens[0, i] = torch.multinomial(logits.softmax(0), 1, generator=generator)
+    return tokens[0]
+
+
+def default_dtype(device):
+    """bf16 on a GPU, but fp16 on those that do not compute in bf16, such as V100 and T4."""
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def load_config(name, from_scratch):
-    """Returns the model's config, its tokenizer, and the path or hub id of its weights.
+    """Returns the model's config, and the path or hub id of its weights.
 
-    The path is None if the model starts from random weights."""
+    The latter is None if the model starts from random weights."""
     if name == "tiny":
         config = transformers.LlamaConfig(
             vocab_size=384,  # 257 tokens, rounded up to a multiple of 128
@@ -342,492 +375,199 @@ def load_config(name, from_scratch):
             bos_token_id=0,
             eos_token_id=0,
         )
-        return config, byte_tokenizer(), None
+        return config, None
 
-    # A local folder may hold a config alone: then bytes are the tokens, and the weights are random.
-    files = [file.name for file in Path(name).glob("*")]  # empty if `name` is a hub id
-    has_tokenizer = not files or any("token" in file or "vocab" in file for file in files)
-    endings = (".safetensors", ".bin", ".pt")
-    has_weights = not files or any(ending in file for file in files for ending in endings)
-    options = {"trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(name, return_dict=True, **options)
+    config = transformers.AutoConfig.from_pretrained(name)
     config = config.get_text_config()  # the language part of a multimodal model
-    if has_tokenizer:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-    else:
-        tokenizer = byte_tokenizer()
-        say(f"{name} has no tokenizer: its tokens are bytes here")
-    num_tokens = 1 + max(tokenizer.get_vocab().values())
-    if num_tokens > config.vocab_size:
-        fail(f"--model-name {name}: {num_tokens} tokens, a vocabulary of {config.vocab_size}")
-
-    disable_dropout(config, name)
-    return config, tokenizer, name if has_weights and not from_scratch else None
-
-
-def disable_dropout(config, name):
-    """Sets dropout and the like to 0: random numbers would depend on how a batch is split."""
+    config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
+    # Random numbers, as for dropout, would depend on how a batch is split.
     for key, value in vars(config).items():
-        if value and any(part in key for part in ("dropout", "pdrop", "layerdrop", "jitter")):
+        if value and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
 
+    files = files_in(name)
+    has_weights = not files or ".safetensors" in files or ".bin" in files
+    return config, name if has_weights and not from_scratch else None
 
-def byte_tokenizer():
-    """A tokenizer that needs no file: 256 bytes and an end-of-text token, which has number 0."""
+
+def load_tokenizer(model_name, dataset_name):
+    """The tokenizer with which prepare.py has made the data, else that of the model."""
+    if Path(dataset_name, "tokenizer").exists():
+        return transformers.AutoTokenizer.from_pretrained(f"{dataset_name}/tokenizer")
+    files = files_in(model_name)
+    if model_name != "tiny" and (not files or "token" in files or "vocab" in files):
+        return transformers.AutoTokenizer.from_pretrained(model_name)
+
+    # One that needs no file: 256 bytes and an end-of-text token, which has number 0.
     tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     return transformers.GPT2Tokenizer(vocabulary, merges=[])
 
 
-def check_seq_length(seq_length, config, name):
-    """The sequence length: the one asked for, or the longest that the model takes, up to 1024."""
-    longest = getattr(config, "max_position_embeddings", sys.maxsize)
-    seq_length = seq_length or min(1024, longest)
-    if not 2 <= seq_length <= longest:
-        fail(f"--seq-length {seq_length}: {name} takes from 2 to {longest} tokens")
-    return seq_length
+def files_in(name):
+    """The names of the files in a local folder, in one text. It is empty if `name` is a hub id."""
+    return " ".join(file.name for file in Path(name).glob("*"))
 
 
-def load_data(args, tokenizer):
-    """Returns the sequences to train on and those to evaluate on.
+def load_data(args, config, tokenizer):
+    """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
 
     These are a split called validation or test, or else the last 5% of the training data."""
-    splits = load_splits(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
-    documents = find_split(splits, "train")
-    if documents is None:
-        raise ValueError(f"no split is called train, there are {list(splits)}")
-    columns = choose_columns(documents, tokenizer, args.text_column, args.train_on_prompt)
-    train = pack(documents, columns, tokenizer, args)
-    if len(train) == 0 and columns in INSTRUCTION_COLUMNS:
-        raise ValueError("no row has an answer (of messages: one with the role assistant)")
+    longest = getattr(config, "max_position_embeddings", sys.maxsize)
+    seq_length = args.seq_length or min(1024, longest)
+    if args.dataset_name == "python-docs":
+        datasets.disable_progress_bars()  # this takes only a second
+        splits = {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
+    elif args.dataset_name == "dummy":
+        tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
+        splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
+    elif Path(args.dataset_name).exists():
+        splits = load_files(Path(args.dataset_name))
+    else:
+        splits = datasets.load_dataset(args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        names = ", ".join(splits)
+        fail(f"--dataset-name {args.dataset_name}: no split is called train, there are {names}")
+
+    column = choose_column(args, splits["train"].column_names)
+    if column == "input_ids" and args.seq_length is None:
+        seq_length = len(splits["train"][0]["input_ids"])
+    if not 2 <= seq_length <= longest:
+        fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
+    args.seq_length = seq_length
+
+    train = pack(splits["train"], column, tokenizer, seq_length)
     for name in ("validation", "test"):
-        documents = find_split(splits, name)
-        if documents is not None:
-            missing = set(columns) - set(documents.column_names)
-            if missing:
-                raise ValueError(f"the split {name} has no column {', '.join(missing)}")
-            return train, pack(documents, columns, tokenizer, args)
-    num_held_out = math.ceil(len(train) / 20)
-    num_train = len(train) - num_held_out
+        if name in splits:
+            return train, pack(splits[name], column, tokenizer, seq_length)
+    num_train = len(train) - math.ceil(len(train) / 20)
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
-def load_splits(name, subset, tokenizer, seq_length):
-    """Returns the splits of a data set by name: of documents, or of rows that hold tokens."""
-    if name == "python-docs":
-        datasets.disable_progress_bars()  # this takes only a second
-        return {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
-    if name == "dummy":
-        tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
-        return {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
+def load_files(path):
+    """Returns the splits, by name, of a file or of all files in a folder.
 
-    source = source_of(name, subset)
-    if Path(name).exists() or ending_of(Path(name)) in FILE_FORMATS:
-        # `datasets` caches what it has read, and recognizes a file by its path and modification
-        # time. A file may change and keep both, so each content has a cache of its own.
-        folder = f"{checksum_of_files(source):08x}"
-        source["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, folder))
-    return datasets.load_dataset(**source)
+    A file or folder called validation or test is a split of its own, and so is a file such as
+    test-00000-of-00002.parquet. All other files are training data."""
+    splits, formats, unread = {}, set(), []
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        parts = file.relative_to(path).parts
+        if file.is_dir() or parts[:1] == ("tokenizer",):
+            continue
+        ending = Path(file.name.removesuffix(".gz")).suffix
+        if ending not in FORMATS:
+            unread.append(file.name)
+            continue
+        formats.add(FORMATS[ending])
+        split = "train"
+        for part in parts:
+            match = re.fullmatch(r"(validation|test)(-\d+-of-\d+)?", part.split(".")[0])
+            split = match[1] if match else split
+        splits.setdefault(split, []).append(glob.escape(str(file)))
 
-
-# What `datasets` calls the formats of files, by their endings. Each may be followed by .gz.
-FILE_FORMATS = {
-    ".txt": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
-
-
-def source_of(name, subset):
-    """The arguments of `load_dataset` for a hub id, a file, or a folder of files."""
-    path = Path(name)
-    ending = ending_of(path)
-    source = {"path": name, "name": subset}
-    if ending in FILE_FORMATS:
-        # A name with * stands for several files, unless there is a file with this very name.
-        if path.is_file():
-            name = glob.escape(name)
-        elif not any(path.parent.glob(path.name)):
-            raise FileNotFoundError(f"there is no such file in {path.resolve().parent}")
-        source = {"path": FILE_FORMATS[ending], "data_files": name}
-    elif path.is_file():
-        raise ValueError(f"it must end in {', '.join(FILE_FORMATS)}, or one of these and .gz")
-    endings = {ending_of(file) for file in path.rglob("*")}  # of the files in a folder
-    if ending == ".txt" or endings & FILE_FORMATS.keys() == {".txt"}:
-        source["sample_by"] = "document"  # a file is a document, not each of its lines
-    return source
+    if len(formats) != 1:
+        found = ", ".join(sorted(formats)) or "none of these"
+        fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
+    if unread:
+        say(f"--dataset-name {path}: not read: {', '.join(unread)}")
+    # A .txt file is a document, not each of its lines.
+    options = {"sample_by": "document"} if formats == {"text"} else {}
+    return datasets.load_dataset(formats.pop(), data_files=splits, **options)
 
 
-def checksum_of_files(source):
-    """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
+def choose_column(args, names):
+    """Returns the column to train on: tokens, such as those of prepare.py, or a text."""
+    column = args.text_column or ("input_ids" if "input_ids" in names else "text")
+    command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
+    command += ["-d", args.dataset_name, "-o", "prepared"]
+    if args.seq_length:
+        command += ["-s", str(args.seq_length)]
+    advice = ""
+    if CHAT_COLUMNS & set(names):
+        advice = f"; to train on answers: {shlex.join(command)}, and then -d prepared"
 
-    Files may be large: of a file above 1 MiB, only the length and 16 parts of 64 KiB are used."""
-    checksum = 0
-    splits = datasets.load_dataset_builder(**source).config.data_files or {}
-    for files in splits.values():
-        for path in files:
-            with open(path, "rb") as file:
-                length = file.seek(0, os.SEEK_END)
-                for start in np.linspace(0, max(0, length - 2**16), 16, dtype=int):
-                    file.seek(start)
-                    checksum = zlib.crc32(file.read(2**16), checksum)
-            checksum = zlib.crc32(str(length).encode(), checksum)
-    return checksum
-
-
-def ending_of(path):
-    """The ending of a file's name, such as .txt, without a .gz after it."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    if column not in names:
+        columns = ", ".join(names)
+        fail(f"no column is called {column}: choose one of {columns} with --text-column{advice}")
+    if advice and column == "text":
+        say(f"training on the column text, prompts included{advice}")
+    return column
 
 
-def find_split(splits, name):
-    """The split of this name, None if there is none. Chats often have train_sft and test_sft."""
-    return splits.get(name, splits.get(f"{name}_sft"))
+def pack(documents, column, tokenizer, seq_length):
+    """Turns documents into sequences of `seq_length` tokens, a data set with `input_ids`.
 
-
-# The columns of instruction data, in the formats of chats, of TRL and of Alpaca.
-INSTRUCTION_COLUMNS = (
-    ("messages",),
-    ("prompt", "completion"),
-    ("instruction", "input", "output"),
-    ("instruction", "output"),
-)
-# A chat template is a program that turns the messages of a conversation into a text. This one is
-# for tokenizers that have none: headings as in Alpaca, the end-of-text token after each answer.
-CHAT_TEMPLATE = """
-{%- for message in messages -%}
-{{ "" if loop.first else "\\n\\n" }}
-{%- if message.role == "assistant" -%}
-{{ "### Response:\\n" }}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
-{%- else -%}
-{{ "### Instruction:" if message.role == "user" else "### " + message.role.capitalize() + ":" }}
-{{ message.content }}
-{%- endif -%}
-{%- endfor -%}
-{{ "\\n\\n### Response:\\n" if add_generation_prompt else "" }}"""
-
-
-def choose_columns(documents, tokenizer, text_column, train_on_prompt):
-    """Returns the names of the columns to train on, and prints them. They tell what the rows hold.
-
-    A tuple: a column of text, or one of `INSTRUCTION_COLUMNS`, or ("input_ids",)."""
+    Rows that hold tokens are taken as they are. They may also have `labels`: -100 for a token that
+    has no loss, such as one of a prompt or of padding, else the same token."""
     names = documents.column_names
-    texts = []
-    conversations = []  # columns that hold lists of messages
-    for name, feature in documents.features.items():
-        if getattr(feature, "dtype", "").endswith("string"):
-            texts.append(name)
-        elif isinstance(getattr(feature, "feature", None), dict):
-            conversations.append(name)
-
-    if text_column is not None:
-        if text_column not in texts:
-            columns = ", ".join(texts) or "none"
-            fail(f"--text-column {text_column}: the columns of text are {columns}")
-        say(f"training on column {text_column!r}")
-        return (text_column,)
-
-    if "input_ids" in names:
-        return ("input_ids",)
-
-    for columns in INSTRUCTION_COLUMNS:
-        if set(columns) <= set(names):
-            trained_on = "prompts and answers" if train_on_prompt else "the answers"
-            say(f"training on {trained_on} in the columns {', '.join(columns)}")
-            if "text" in texts:
-                say("column 'text' holds prompts with answers (to use it: --text-column text)")
-            # A prompt and a completion that are strings are joined, without a template.
-            needs_template = columns[0] != "prompt" or "prompt" not in texts
-            if needs_template and tokenizer.chat_template is None:
-                set_chat_template(tokenizer)
-            return columns
-
-    if "text" in texts:
-        texts = ["text"]
-    elif conversations:
-        raise ValueError(
-            f"{', '.join(conversations)}: conversations must be in a column called messages, with "
-            "role and content"
-        )
-    if not texts:
-        raise ValueError(f"no column holds text, there are {', '.join(names)}")
-    if len(texts) > 1:
-        raise ValueError(
-            f"several columns hold text: choose one of {', '.join(texts)} with --text-column, or "
-            "call them prompt and completion"
-        )
-    say(f"training on column {texts[0]!r}")
-    return tuple(texts)
+    if column == "input_ids":
+        if "labels" not in names and "attention_mask" in names:
+            has_padding = any(0 in mask for mask in documents["attention_mask"])
+            if has_padding:
+                fail("attention_mask has zeros, for padding: give labels, with -100 there")
+        columns = [name for name in ("input_ids", "labels") if name in names]
+        return documents.select_columns(columns).with_format("torch")
+    cut = partial(join_and_cut, tokenizer=tokenizer, seq_length=seq_length)
+    sequences = documents.map(cut, batched=True, input_columns=[column], remove_columns=names)
+    return sequences.with_format("torch")
 
 
-def set_chat_template(tokenizer):
-    """Gives a tokenizer our chat template, which is then exported with the model."""
-    say("no chat template: '### Instruction:' and '### Response:' are the headings")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    # Some tokenizers begin each text with a special token. A conversation must begin with it, too.
-    if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
-        tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
+def join_and_cut(texts, tokenizer, seq_length):
+    """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-
-def pack(documents, columns, tokenizer, args):
-    """Turns documents into sequences of `args.seq_length` tokens, a data set with `input_ids`.
-
-    It also has `labels` if they are not the same. Rows that hold tokens are taken as they are."""
-    if columns == ("input_ids",):
-        check_labels(documents)
-        sequences = documents
-    else:
-        packer = Packer(columns, tokenizer, args.seq_length, args.train_on_prompt)
-        old_columns = documents.column_names
-        sequences = documents.map(packer, batched=True, remove_columns=old_columns)
-    columns = [name for name in ("input_ids", "labels") if name in sequences.column_names]
-    return sequences.with_format("torch", columns=columns)
-
-
-def check_labels(documents):
-    """Raises ValueError if padding or labels follow another program's convention, not the one here.
-
-    It looks at the first 1000 rows."""
-    rows = documents.with_format("numpy")[:1000]
-    if "labels" not in rows:
-        if "attention_mask" in rows and np.any(np.equal(rows["attention_mask"], 0)):
-            raise ValueError("attention_mask has zeros, for padding: give labels, with -100 there")
-        return
-    input_ids, labels = rows["input_ids"], rows["labels"]
-    if not input_ids.ndim == labels.ndim == 2 or input_ids.shape != labels.shape:
-        return  # `checksum_of_tokens` says what is wrong
-    is_target = labels != -100
-    if not is_target.any():
-        raise ValueError("labels has no target in the first 1000 rows, all are -100")
-    is_same = (labels == input_ids) | ~is_target
-    is_next = (labels[:, :-1] == input_ids[:, 1:]) | ~is_target[:, :-1]
-    if is_next.all() and not is_same.all():
-        raise ValueError("labels are shifted by one: they must be as input_ids, or -100")
-
-
-class Packer:
-    """Joins the tokens of documents and cuts them into sequences of one length (packing).
-
-    `Dataset.map` calls it with batch after batch of documents. The tokens that do not fill a
-    sequence wait in `leftover` for the next batch. Labels are joined and cut in the same way."""
-
-    def __init__(self, columns, tokenizer, seq_length, train_on_prompt):
-        self.columns = columns
-        self.tokenizer = tokenizer
-        self.seq_length = seq_length
-        self.train_on_prompt = train_on_prompt
-        self.leftover = {}
-
-    def __call__(self, rows):
-        sequences = {}
-        tokenized = tokenize(rows, self.columns, self.tokenizer, self.train_on_prompt)
-        for name, documents in tokenized.items():
-            tokens = self.leftover.get(name, [])
-            for document in documents:
-                tokens += document
-            end = len(tokens) - len(tokens) % self.seq_length
-            self.leftover[name] = tokens[end:]
-            starts = range(0, end, self.seq_length)
-            sequences[name] = [tokens[i : i + self.seq_length] for i in starts]
-        return sequences
-
-
-def tokenize(rows, columns, tokenizer, train_on_prompt):
-    """Token ids of documents. `rows` is a dict that has a list of values for each column.
-
-    Returns {"input_ids": lists of int}, with the end-of-text token after each text. For instruction
-    data there are also "labels": -100 for tokens that are not part of an answer, so that they have
-    no loss."""
+    `Dataset.map` calls it with a thousand texts at a time. The end-of-text token follows each text.
+    The last tokens, which do not fill a sequence, are left out."""
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if columns not in INSTRUCTION_COLUMNS:
-        documents = tokenizer([text or "" for text in rows[columns[0]]])["input_ids"]
-        # Some tokenizers add the token themselves.
-        return {"input_ids": [ids if ids[-1:] == eos else ids + eos for ids in documents]}
-
-    tokens = {"input_ids": [], "labels": []}
-    for values in zip(*[rows[name] for name in columns], strict=True):
-        row = dict(zip(columns, values, strict=True))
-        try:
-            examples = list(tokenize_instruction(row, tokenizer, eos))
-        except Exception as error:  # chat templates raise errors of any type
-            raise ValueError(f"a row cannot be read: {error!r}: {row!r:.200}") from None
-        for ids, is_answer in examples:
-            labels = ids
-            if not train_on_prompt:
-                labels = np.where(is_answer, ids, -100).tolist()
-            tokens["input_ids"].append(ids)
-            tokens["labels"].append(labels)
-    return tokens
+    tokens = []
+    for text_tokens in tokenizer([text or "" for text in texts])["input_ids"]:
+        tokens += text_tokens
+        if text_tokens[-1:] != eos:  # some tokenizers add the token themselves
+            tokens += eos
+    starts = range(0, len(tokens) - seq_length + 1, seq_length)
+    return {"input_ids": [tokens[i : i + seq_length] for i in starts]}
 
 
-def tokenize_instruction(row, tokenizer, eos):
-    """Yields the token ids of a row, and for each token whether it is part of an answer."""
-    given = []
-    if "messages" in row:
-        messages = clean_messages(row["messages"])
-    elif "instruction" in row:
-        request = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
-        answer = {"role": "assistant", "content": row["output"]}
-        messages = clean_messages([{"role": "user", "content": request}, answer])
-    elif isinstance(row["completion"], list):
-        given = clean_messages(row["prompt"])
-        messages = given + clean_messages(row["completion"])
-    elif row["completion"] is None:
-        return
-    else:
-        # Two strings are joined as they are.
-        text = row["prompt"] + row["completion"]
-        answers = [(len(row["prompt"]), len(text))]
-        ids, is_answer = tokenize_answers(text, answers, tokenizer)
-        if ids[-1:] == eos:
-            ids, is_answer = ids[:-1], is_answer[:-1]
-        yield ids + eos, is_answer + [True] * len(eos)
-        return
-    yield from tokenize_conversation(messages, len(given), tokenizer)
+def check_data(args, config, train_data, eval_data):
+    """Ends the run if it cannot train on these data. Returns what identifies the experiment.
 
+    This dict is saved: a run that is resumed must have the same model and data, whatever their
+    names. So it holds checksums, under the names of the flags that they belong to."""
+    if len(train_data) < args.global_batch_size or len(eval_data) == 0:
+        size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
+        fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
 
-def clean_messages(messages):
-    """Messages as chat templates want them: no missing values, and one text as the content.
-
-    `datasets` gives each message all keys that any message has, with None for those it lacks."""
-    cleaned = []
-    for message in messages or []:
-        message = {key: value for key, value in message.items() if value is not None}
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(part["text"] for part in message["content"])
-        if message.keys() - {"role"}:  # otherwise it says nothing
-            cleaned.append(message)
-    return cleaned
-
-
-def tokenize_conversation(messages, num_given, tokenizer):
-    """Yields the token ids of a conversation, and for each token whether it is part of an answer.
-
-    The answers are what the assistant says, but not in the first `num_given` messages."""
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    template = tokenizer.get_chat_template()
-    if re.search(r"\{%-?\s*generation\b", template):
-        # The template marks what the assistant has to write.
-        [text], [answers] = render_jinja_template(
-            [messages],
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-        end_of_given = len(render(messages[:num_given])) if num_given > 0 else 0
-        answers = [(start, end) for start, end in answers if start >= end_of_given]
-        if answers:
-            yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-        return
-
-    # Otherwise an answer is what the template adds when the answer is added to the messages. Some
-    # templates write an answer differently when a question follows it, for example without the
-    # reasoning. Then the messages up to each answer are an example of their own.
-    text, answers = "", []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i >= max(1, num_given):
-            prompt = render(messages[:i], add_generation_prompt=True)
-            longer_text = render(messages[: i + 1])
-            if not longer_text.startswith(text):
-                yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-                answers = []
-            text = longer_text
-            # The prompt may end in what this answer does not have, such as <think>.
-            start = len(os.path.commonprefix([prompt, text]))
-            answers.append((start, len(text)))
-    if answers:
-        yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-
-
-def tokenize_answers(text, answers, tokenizer, **options):
-    """Token ids of a text, and for each whether it is in one of `answers`, ranges of characters."""
-    tokens = tokenizer(text, return_offsets_mapping=True, **options)
-    ends = np.array([end for _, end in tokens["offset_mapping"]])  # of each token, in the text
-    is_answer = np.zeros(len(ends), bool)
-    for start, end in answers:
-        is_answer |= (start < ends) & (ends <= end)
-    return tokens["input_ids"], is_answer.tolist()
-
-
-def contents_of(args, config, tokenizer, train_data, eval_data):
-    """Identifies model and data by their content, not by name: a dict for the checkpoint."""
-    # What does not change the training is left out, such as versions and paths.
-    left_out = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
-    left_out += ("id2label", "label2id", "problem_type", "return_dict", "output_attentions")
-    left_out += ("output_hidden_states", "chunk_size_feed_forward", "pretraining_tp")
-    config_values = json.loads(config.to_json_string(use_diff=False))
-    vocabulary = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    values = {**config.to_diff_dict(), "_name_or_path": None, "transformers_version": None}
+    tokens_crc = 0
+    for data in (train_data, eval_data):
+        tokens_crc = check_tokens(data, args.seq_length, config.vocab_size, tokens_crc)
     return {
-        "config": {k: v for k, v in config_values.items() if k not in left_out},
-        "tokenizer": zlib.crc32(json.dumps(vocabulary).encode()),
-        "training data": checksum_of_tokens(train_data, args.seq_length, config.vocab_size),
-        "evaluation data": checksum_of_tokens(eval_data, args.seq_length, config.vocab_size),
+        "--seq-length": args.seq_length,
+        "--seed": args.seed,
+        "--global-batch-size": args.global_batch_size,
+        "--model-name (CRC-32 of its config)": zlib.crc32(json.dumps(values).encode()),
+        "--dataset-name (CRC-32 of its tokens)": tokens_crc,
     }
 
 
-def checksum_of_tokens(data, seq_length, vocab_size):
-    """Returns a CRC-32 checksum of all tokens and labels. Raises ValueError if one is wrong.
+def check_tokens(data, seq_length, vocab_size, crc):
+    """Ends the run if a sequence has a wrong length or a token that the model does not have.
 
-    A thousand rows at a time, as Arrow stores them: with lists of Python it takes much longer."""
-    checksum = 0
-    data = data.with_format("arrow", columns=data.format["columns"])
-    for number, table in enumerate(data.iter(batch_size=1000)):
-        for name in table.column_names:
-            column = table[name].combine_chunks()
-            token_type = getattr(column.type, "value_type", None)  # None: these are no lists
-            is_right = token_type is not None and pa.types.is_integer(token_type)
-            if is_right:
-                # A row that is null has the length NaN, and a token that is null has the value NaN.
-                lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-                tokens = column.flatten().to_numpy(zero_copy_only=False)
-                is_token = (tokens >= 0) & (tokens < vocab_size)
-                if name == "labels":
-                    is_token |= tokens == -100
-                is_right = (lengths == seq_length).all() and is_token.all()
-            if not is_right:
-                find_mistake(name, column.to_pylist(), 1000 * number, seq_length, vocab_size)
-            checksum = zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int64), checksum)
-    return checksum
-
-
-def find_mistake(name, rows, first_row, seq_length, vocab_size):
-    """Raises ValueError for the first of the rows that is wrong, see `checksum_of_tokens`."""
-    for number, tokens in enumerate(rows, first_row):
-        if not isinstance(tokens, list):
-            raise ValueError(f"row {number} of {name} is not a list of tokens: {tokens!r:.50}")
-        if len(tokens) != seq_length:
-            counts = f"{len(tokens)} tokens, --seq-length is {seq_length}"
-            raise ValueError(f"row {number} of {name} has {counts}")
-        for token in tokens:
-            is_label = name == "labels" and token == -100
-            if type(token) is not int or not (is_label or 0 <= token < vocab_size):
-                tokens_of_model = f"the model has tokens from 0 to {vocab_size - 1}"
-                raise ValueError(f"row {number} of {name} has {token!r:.50}, {tokens_of_model}")
-
-
-def check_memory(config, attn, num_shards, device):
-    """Ends the run if a model is too large to be trained here, before it is built.
-
-    Its state takes 16 bytes for each parameter: the parameter, its gradient and the two moments of
-    Adam, 4 bytes each. A process keeps 1 / num_shards of it. Activations come on top."""
-    with torch.device("meta"):  # a model without values, to count the parameters
-        model = load_model(config, None, attn, 0)
-    needed = 16 * model.num_parameters() / num_shards
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if needed > memory:
-        sizes = f"{needed / 1e9:,.0f} GB with gradients and optimizer, a process has"
-        advice = "split them over more processes (03-fsdp)"
-        name = config.name_or_path or "tiny"
-        fail(
-            f"--model-name {name}: {model.num_parameters():,} parameters take {sizes} "
-            f"{memory / 1e9:,.0f} GB; {advice}"
-        )
+    Otherwise such a token would end it in the middle of the training. Returns the CRC-32 checksum
+    of all tokens and labels, continued from `crc`."""
+    for rows in data.with_format("numpy").iter(batch_size=1000):
+        for name, tokens in rows.items():
+            if tokens.shape[1:] != (seq_length,):  # of rows of several lengths it is ()
+                lengths = sorted({np.size(row) for row in tokens})
+                fail(f"--seq-length {seq_length}: the rows of {name} have {lengths[:3]} tokens")
+            is_token = (tokens >= 0) & (tokens < vocab_size)
+            if name == "labels":
+                is_token |= tokens == -100
+            if not is_token.all():
+                wrong = tokens[~is_token][0]
+                fail(f"{name} has the token {wrong}, the model has those below {vocab_size}")
+            crc = zlib.crc32(tokens.astype(np.int64), crc)
+    return crc
 
 
 def load_model(config, weights, attn, seed):
@@ -836,7 +576,6 @@ def load_model(config, weights, attn, seed):
     options = {
         "attn_implementation": None if attn == "auto" else attn,  # None: PyTorch's own, mostly
         "dtype": torch.float32,
-        "trust_remote_code": False,
     }
     if weights is None:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
@@ -848,31 +587,16 @@ def load_model(config, weights, attn, seed):
     return model.train()
 
 
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def check_causal(model, seq_length, device):
-    """Ends the run if a token changes what the model predicts before it.
-
-    A model that reads in both directions, such as BERT, sees the token that it has to predict. Its
-    loss becomes very small, but the model still cannot generate text."""
-    half = seq_length // 2
-    vocab_size = model.config.vocab_size
-    tokens = torch.arange(seq_length)[None] % vocab_size
-    other_tokens = tokens.clone()
-    other_tokens[:, half:] = (other_tokens[:, half:] + 1) % vocab_size
-    logits = model(input_ids=tokens.to(device), use_cache=False).logits[:, :half]
-    same_logits = model(input_ids=tokens.to(device), use_cache=False).logits[:, :half]
-    other_logits = model(input_ids=other_tokens.to(device), use_cache=False).logits[:, :half]
-
-    # The same numbers in the same shapes are rounded alike, but not in a mixture of experts, where
-    # the shapes depend on how many tokens an expert gets. And kernels of a GPU might add in another
-    # order each time: then the same tokens do not give the same logits either.
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    tolerance = (0.1 if has_experts else 1e-5) * logits.abs().max()
-    tolerance += 10 * (logits - same_logits).abs().max()
-    if (logits - other_logits).abs().max() > tolerance:
-        problem = "not causal: a token changes what the model predicts before that token"
-        fail(f"--model-name {model.config.name_or_path}: {problem}")
+def describe_run(model, seq_length, device):
+    """What the log says of a run besides its flags."""
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return {
+        "parameters": model.num_parameters(),
+        "attn": model.config._attn_implementation,
+        "flops_per_token": flops_per_token(model, seq_length),
+        "device_name": device_name,
+        "peak_flops": peak_flops(device_name),
+    }
 
 
 def flops_per_token(model, seq_length):
@@ -883,18 +607,12 @@ def flops_per_token(model, seq_length):
     sequences of T tokens.
     Source: PaLM, arXiv:2204.02311, appendix B."""
     config = model.config
-    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    output_layer = model.get_output_embeddings()
-    if output_layer is not None:
-        embeddings.discard(output_layer.weight)
-    parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
-
+    parameters = model.num_parameters()
+    if not config.tie_word_embeddings:
+        parameters -= model.get_input_embeddings().weight.numel()
     heads = getattr(config, "num_attention_heads", 0)
-    head_dim = vars(config).get("head_dim")
-    if head_dim is None and heads > 0:
-        head_dim = config.hidden_size / heads
-    attention = 12 * config.num_hidden_layers * heads * (head_dim or 0) * seq_length
-    return 6 * parameters + attention
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size / max(heads, 1)
+    return 6 * parameters + 12 * config.num_hidden_layers * heads * head_dim * seq_length
 
 
 def peak_flops(device_name):
@@ -905,375 +623,67 @@ def peak_flops(device_name):
     return 0
 
 
-def make_micro_batches(data, indices, batch_size, device):
-    """Loads the sequences with these indices, in micro-batches of `batch_size`.
-
-    Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
-    number of targets, a CPU tensor. targets[:, i] is the token that follows input_ids[:, i], or
-    -100 where the loss leaves it out."""
-    micro_batches = []
-    num_targets = torch.tensor(0)
-    for first in range(0, len(indices), batch_size):
-        rows = data[indices[first : first + batch_size]]
-        input_ids = rows["input_ids"]
-        labels = rows.get("labels", input_ids)
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
-        num_targets += (targets != -100).sum()
-
-        # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
-        if device.type == "cuda":
-            input_ids = input_ids.pin_memory().to(device, non_blocking=True)
-            targets = targets.pin_memory().to(device, non_blocking=True)
-        micro_batches.append((input_ids, targets))
-    return micro_batches, num_targets
-
-
-def loss_sum(model, input_ids, targets, cross_entropy):
-    """The sum of the loss over all targets, in nats: a scalar on the device.
-
-    `cross_entropy` is `sum_cross_entropy`, compiled or not."""
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    return cross_entropy(logits, targets)
-
-
-def sum_cross_entropy(logits, targets):
-    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-
-
-# "force_eager" runs compiled blocks as if they were not compiled. Otherwise torch.compile would
-# compile them again for this function, because without gradients they need other code.
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def evaluate(model, data, batch_size, device):
-    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
-
-    There is no model.eval(): dropout is 0 in training too."""
-    micro_batches, num_targets = make_micro_batches(data, range(len(data)), batch_size, device)
-    total = torch.zeros((), device=device)
-    for input_ids, targets in micro_batches:
-        total += loss_sum(model, input_ids, targets, sum_cross_entropy)
-    loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
-    return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
-
-
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def sample(model, tokens, start, device):
-    """Replaces tokens[start:], of shape (T,), by tokens sampled from the model."""
-    tokens = tokens[None].clone()
-    generator = torch.Generator().manual_seed(0)
-    for i in range(start, tokens.shape[1]):
-        # The whole sequence each time, so that the shape stays the same. The old tokens after i do
-        # no harm: attention is causal.
-        logits = model(input_ids=tokens.to(device), use_cache=False).logits
-        logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
-        probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
-        tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-    return tokens[0]
-
-
-def choose_prompt(sequence, length):
-    """Returns tokens for `sample`, of shape (T,), and how many of them are the prompt.
-
-    For a text, the prompt is its first 32 tokens. For instruction data, it ends where an answer
-    begins. At most `length` tokens follow the prompt."""
-    input_ids = sequence["input_ids"]
-    start = min(32, len(input_ids) // 2)
-    if "labels" in sequence:
-        is_target = sequence["labels"] != -100
-        answers = (is_target[1:] & ~is_target[:-1]).nonzero()
-        if len(answers) > 0:
-            start = answers[0].item() + 1
-    return input_ids[: start + length], start
-
-
-def say_what_is_left(run_dir):
-    """Says where the trained model is, or how to keep that of the next run."""
-    if run_dir is None:
-        say("nothing was kept: with -e NAME a run is saved, and the same command resumes it")
-        return
-    folder = (run_dir / "final_model").resolve()
-    say(f'to load the model: transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
-
-
 def parse_args():
-    """Returns the flags: from the command line, else from the run's checkpoint, else defaults."""
+    """Returns the flags of the command line. @FILE stands for flags in a file, one on each line."""
     parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags], see --help",
         fromfile_prefix_chars="@",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
-    parser.error = partial(report_mistake, parser)
-    # A switch has two forms, such as --compile and --no-compile. Without either it is None.
-    switch = {"action": argparse.BooleanOptionalAction}
-    parser.set_defaults(from_scratch=False, train_on_prompt=False)
+    switch = {"action": "store_true"}
+    outputs = str(ROOT / "outputs")
 
     add = parser.add_argument_group("run").add_argument
-    name_help = "save the run in SAVE_DIR/NAME, and resume it there"
-    add("-e", "--experiment-name", type=one_line, help=name_help)
-    folder_help = "folder for all runs, default: %(default)s"
-    add("--save-dir", type=one_line, default=str(ROOT / "outputs"), help=folder_help)
-    seed_help = "of the order of the data and of random weights, default: %(default)s"
-    add("--seed", type=zero_or_more(int), default=0, help=seed_help)
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
-    add(
-        "--export-dtype",
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="of the weights in final_model, default: %(default)s",
-    )
-    log_help = "steps between log lines, default: %(default)s"
-    add("--log-freq", type=positive(int), default=10, help=log_help)
-    checkpoint_help = "steps between checkpoints, default: %(default)s"
-    add("--ckpt-freq", type=positive(int), default=500, help=checkpoint_help)
-    keep_help = "how many of the newest checkpoints to keep, default: %(default)s"
-    add("--keep-checkpoints", type=positive(int), default=2, help=keep_help)
-    add("--comet-project-name", type=one_line, default="train-llm", help="default: %(default)s")
-    add("--comet-workspace", type=one_line, help="default: the one of your account")
-    add("--comet-offline", help="archives to upload later; needs no account", **switch)
+    add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
+    add("--save-dir", default=outputs, help="folder for all runs")
+    add("--seed", type=int, default=0, help="of the order of the data and of random weights")
+    add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
+    add("--dtype", choices=tuple(DTYPES), help="None: bf16 on a GPU, fp32 on a CPU")
+    add("--export-dtype", choices=tuple(DTYPES), default="fp32", help="of the final model")
+    add("--log-freq", type=int, default=10, help="steps between log lines")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
+    add("--comet-project-name", default="train-llm", help="where the run is shown")
+    add("--comet-workspace", help="None: the one of your account")
+    add("--comet-offline", help="an archive to upload later; needs no account", **switch)
 
     add = parser.add_argument_group("model and data").add_argument
-    model_help = "tiny, a hub id, or a folder, default: %(default)s"
-    add("-m", "--model-name", type=one_line, default="tiny", help=model_help)
+    add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
     add("--from-scratch", help="take the architecture only, not the weights", **switch)
-    attn_help = "a name that transformers knows, default: %(default)s, PyTorch's own"
-    add("--attn", type=one_line, default="auto", help=attn_help)
+    add("--attn", default="auto", help="a name that transformers knows, auto: PyTorch's own")
     add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
-    add("--compile", help="torch.compile blocks and loss; default: on a GPU", **switch)
-    data_help = "dummy, a hub id, a file, or a folder, default: %(default)s"
-    add("-d", "--dataset-name", type=one_line, default="python-docs", help=data_help)
-    add("--dataset-subset", type=one_line, help="the configuration of a data set on the hub")
-    column_help = "train on this column, default: found by the names of the columns"
-    add("--text-column", type=one_line, help=column_help)
-    prompt_help = "of instruction data, train on the prompts too, default: on the answers only"
-    add("--train-on-prompt", help=prompt_help, **switch)
-    length_help = "tokens of a sequence, default: 1024, or the model's limit"
-    add("-s", "--seq-length", type=positive(int), help=length_help)
-    batch_help = "sequences of a micro-batch, default: %(default)s"
-    add("-b", "--batch-size", type=positive(int), default=8, help=batch_help)
-    global_help = "sequences of an optimizer step, default: %(default)s"
-    add("--global-batch-size", type=positive(int), default=32, help=global_help)
-    eval_help = "steps between evaluations, default: %(default)s, only at the end"
-    add("--eval-freq", type=zero_or_more(int), default=0, help=eval_help)
-    sequences_help = "how many to evaluate at most, default: %(default)s"
-    add("--eval-sequences", type=positive(int), default=256, help=sequences_help)
+    compile_help = "torch.compile blocks and loss, None: on a GPU"
+    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+    data_help = "python-docs, dummy, a hub id, a file, or a folder"
+    add("-d", "--dataset-name", default="python-docs", help=data_help)
+    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--text-column", help="train on this column, None: input_ids or text")
+    length_help = "tokens of a sequence, None: 1024, or the model's limit"
+    add("-s", "--seq-length", type=int, help=length_help)
+    add("-b", "--batch-size", type=int, default=8, help="sequences of a micro-batch")
+    add("--global-batch-size", type=int, default=32, help="sequences of an optimizer step")
+    add("--eval-freq", type=int, default=0, help="steps between evaluations, 0: only at the end")
+    add("--eval-sequences", type=int, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization").add_argument
-    epochs_help = "passes over the training data, default: %(default)s"
-    add("--num-epochs", type=positive(int), default=3, help=epochs_help)
-    add("--max-steps", type=positive(int), help="end the run here, default: after --num-epochs")
-    lr_help = "learning rate, default: 1e-3 from scratch, 2e-5 with loaded weights"
-    add("--lr", type=positive(float), help=lr_help)
+    add("--num-epochs", type=int, default=3, help="passes over the training data")
+    add("--max-steps", type=int, help="end the run here, None: after --num-epochs")
+    add("--lr", type=float, help="learning rate, None: 1e-3, or 2e-5 with loaded weights")
     schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
-    scheduler_help = "default: %(default)s"
-    add("--lr-scheduler", choices=schedulers.split(), default="cosine", help=scheduler_help)
-    add("--warmup-steps", type=zero_or_more(int), help="default: a tenth of the run, at most 100")
-    decay_help = "of matrices only, default: %(default)s"
-    add("--weight-decay", type=zero_or_more(float), default=0.01, help=decay_help)
-    add("--max-grad-norm", type=positive(float), default=1.0, help="default: %(default)s")
-
-    # A run that is resumed keeps its flags, unless the command line sets them. So the flags are
-    # parsed twice: first to find the run, then with its flags as the defaults.
-    files = [word for word in sys.argv[1:] if word.startswith("@")]
-    with reading(f"the flags in {' '.join(files)}"):
-        args = parser.parse_args()
-    stored = newest_values(run_dir_of(args))
-    flags = stored.get("flags", {})
-    kept = vars(args).keys() & flags.keys() - {"experiment_name", "save_dir"}
-    parser.set_defaults(**{name: flags[name] for name in kept})
+    add("--lr-scheduler", choices=schedulers.split(), default="cosine", help="shape of the curve")
+    add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
+    add("--weight-decay", type=float, default=0.01, help="of matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
     args = parser.parse_args()
 
-    check_launcher()
-    check_hardware(args)
-    if stored:
-        check_same_experiment(args, stored)
-        for name in sorted(kept):
-            if getattr(args, name) != flags[name]:
-                say(f"--{name.replace('_', '-')} {flags[name]} → {getattr(args, name)}")
+    # With these, a run would train nothing, or in the wrong direction, and not say so.
+    above_zero = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "max_grad_norm")
+    for name in (*above_zero, "keep_checkpoints"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            fail(f"--{name.replace('_', '-')} {value}: must be above 0")
     return args
 
 
-# What some flags are called in other training programs.
-OTHER_NAMES = {
-    "--learning-rate": "--lr",
-    "--epochs": "--num-epochs",
-    "--num-train-epochs": "--num-epochs",
-    "--steps": "--max-steps",
-    "--per-device-train-batch-size": "--batch-size",
-    "--gradient-accumulation-steps": "--global-batch-size",
-    "--gradient-checkpointing": "--activation-checkpointing",
-    "--bf16": "--dtype bf16",
-    "--fp16": "--dtype fp16",
-    "--max-length": "--seq-length",
-    "--block-size": "--seq-length",
-    "--model-name-or-path": "--model-name",
-    "--dataset-text-field": "--text-column",
-    "--output-dir": "--save-dir",
-    "--run-name": "--experiment-name",
-    "--logging-steps": "--log-freq",
-    "--eval-steps": "--eval-freq",
-    "--save-steps": "--ckpt-freq",
-    "--resume": "--experiment-name",
-}
-
-
-def report_mistake(parser, message):
-    """Ends the run after a mistake in the flags: one line, as for all other errors."""
-    flags = re.findall(r"--[a-z-]+", parser.format_help())
-    hint = ""
-    if message.startswith("unrecognized"):
-        for wrong in re.findall(r"--[\w-]+", message):
-            wrong = wrong.replace("_", "-")
-            similar = difflib.get_close_matches(wrong, flags, n=1, cutoff=0.75)
-            meant = OTHER_NAMES.get(wrong) or "".join(similar)
-            if meant:
-                hint += f"{meant} may be meant, "
-    fail(f"{message}; {hint}--help lists all flags")
-
-
-def positive(convert):
-    """A `type` for flags: an int or a float above 0."""
-    return in_range(convert, lambda value: 0 < value < 2**63, "above 0 and below 2**63")
-
-
-def zero_or_more(convert):
-    """A `type` for flags: an int or a float that is not negative."""
-    return in_range(convert, lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
-
-
-def one_line(text):
-    """A `type` for flags: a text that files and messages can show, such as a name or a path."""
-    if text.splitlines() != [text] or any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        raise argparse.ArgumentTypeError(f"{text!a}: must be a line of text")
-    return text
-
-
-def in_range(convert, is_allowed, description):
-    def parse(text):
-        value = convert(text)
-        if not is_allowed(value):
-            raise argparse.ArgumentTypeError(f"{text}: must be {description}")
-        return value
-
-    parse.__name__ = convert.__name__  # argparse prints it: "invalid int value"
-    return parse
-
-
-def check_launcher():
-    """Ends the run if it was started in a way that this rung does not support."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        command = shlex.join(["python", *sys.argv])
-        fail(f"this rung runs in one process, {command}: for several, start 02-ddp")
-
-
-def check_hardware(args):
-    """Ends the run if a flag asks for what this machine does not have. Sets the default dtype."""
-    gpu = args.device != "cpu" and torch.cuda.is_available()
-    if args.dtype is None:
-        # GPUs from before 2020, such as V100 and T4, do not compute in bf16.
-        has_bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-        args.dtype = "bf16" if has_bf16 else "fp16" if gpu else "fp32"
-    if args.device == "cuda" and not gpu:
-        fail("--device cuda: PyTorch finds no GPU here")
-    if args.dtype == "fp16" and not gpu:
-        fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
-    compiler = os.environ.get("CXX", "g++")
-    if args.compile and not gpu and shutil.which(compiler) is None:
-        fail(f"--compile: needs the compiler {compiler} (Debian: apt-get install g++)")
-    if args.attn.startswith("flash") and (not gpu or args.dtype == "fp32"):
-        fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16 or fp16")
-
-
-def run_dir_of(args):
-    """The folder of a named run. A run without a name has none."""
-    return Path(args.save_dir, args.experiment_name) if args.experiment_name else None
-
-
-def newest_values(run_dir):
-    """What state.json holds in the run's newest readable checkpoint, {} if there is none."""
-    if run_dir:
-        with reading(f"--save-dir {run_dir}"):
-            for _, values in checkpoints(run_dir):
-                if values:
-                    return values
-    return {}
-
-
-def experiment(args):
-    """The flags that must be the same when the run is resumed."""
-    return {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
-
-
-def check_same_experiment(args, stored):
-    """Ends the run if the checkpoint in its folder belongs to another experiment."""
-    here = experiment(args)
-    # Checkpoints of version 0.1 have the flags only, and not all of them.
-    there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
-    there = {"train_on_prompt": False, **there}
-    for name in {**here, **there}:
-        is_checked_later = name in CONTENT_FLAGS and "contents" in stored  # in `check_contents`
-        if here.get(name) != there.get(name) and not is_checked_later:
-            flag = f"--{name.replace('_', '-')} {here.get(name)}"
-            fail(f"{flag}: the run in {run_dir_of(args)} has {there.get(name)}")
-
-
-def check_contents(args, contents):
-    """Ends the run if model, tokenizer or data are not those of the checkpoint in its folder."""
-    run_dir = run_dir_of(args)
-    stored = newest_values(run_dir)
-    there = stored.get("contents", {})  # version 0.1 has none
-    for name, value in there.get("config", {}).items():
-        here = contents["config"].get(name, value)
-        if isinstance(here, dict) and isinstance(value, dict):
-            # Another version of transformers may have further keys.
-            here = {key: here.get(key, value[key]) for key in value}
-        if here != value:
-            change = f"{name} is {here}, in the run in {run_dir} it is {value}"
-            fail(f"--model-name {args.model_name}: {change}")
-    for name, value in there.items():
-        if name != "config" and contents[name] != value:
-            flag = "model_name" if name == "tokenizer" else "dataset_name"
-            here = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            # Flags that differ from those of the run may be the reason.
-            reasons = ""
-            for other in CONTENT_FLAGS:
-                if stored["flags"].get(other) != getattr(args, other):
-                    reasons += f" --{other.replace('_', '-')} {stored['flags'].get(other)}"
-            fail(f"{here}: the {name} differs from that of the run in {run_dir}{reasons}")
-
-
-def open_run_dir(args):
-    """Creates the folder of a named run, and returns its path. None for a run without a name."""
-    run_dir = run_dir_of(args)
-    # If the folder is not writable, the run ends here, before anything is loaded.
-    try:
-        if run_dir:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock_run_dir(run_dir)
-            (run_dir / "metrics.jsonl").touch()
-    except OSError as error:
-        fail(f"--save-dir {args.save_dir}: {error}")
-    return run_dir
-
-
-def end_interrupted(args):
-    """Ends the run after Ctrl-C, and says what is left of it."""
-    run_dir = run_dir_of(args)
-    if run_dir is None:
-        left = "nothing was kept: with -e NAME a run is saved, and can be resumed"
-    else:
-        step = newest_values(run_dir).get("step", 0)
-        left = f"the same command goes on from step {step}"
-    say_last(f"stopped by Ctrl-C, {left}")
-    sys.exit(130)  # 128 + the number of SIGINT, as shells have it
-
-
 if __name__ == "__main__":
-    try:
-        args = parse_args()
-        main(args)
-    except KeyboardInterrupt:
-        end_interrupted(args)
+    main(parse_args())

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts this rung with torchrun, on one machine or on each of several. Flags go to train-llm.py.
+# Starts this stage with torchrun, on one machine or on each of several. Flags go to train-llm.py.
 #
 #   bash run.sh -e notes -d notes.txt                                  # one machine, all its GPUs
 #   MASTER_ADDR=10.0.0.1 NNODES=1:4 NODE_RANK=0 bash run.sh -e notes   # on 10.0.0.1
@@ -36,7 +36,7 @@
 #
 #   bash run.sh store
 #
-# SCRIPT          the script to start, such as ../06-streaming/train-llm.py; default: this rung's
+# SCRIPT          the script to start, such as ../06-streaming/train-llm.py; default: this stage's
 # NPROC_PER_NODE  workers on this node; default: its number of GPUs, or 1
 # NNODES          number of nodes, or from:to; default: 1
 # NODE_RANK       0 on the node that serves the store if no other machine does; default: 0

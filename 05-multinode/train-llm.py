@@ -1,4 +1,4 @@
-"""Rung 05: elasticity. The run goes on when processes or machines leave or join.
+"""Stage 05: elasticity. The run goes on when processes or machines leave or join.
 
 Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
@@ -28,8 +28,8 @@ from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics  # the language reference that comes with Python: a text
 
-# logs_and_checkpoints.py is in the parent folder. The folder goes first on the path, because each
-# clone of this repository must import its own copy of the module.
+# logs_and_checkpoints_old.py is in the parent folder. The folder goes first on the path, because
+# each clone of this repository must import its own copy of the module.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -53,7 +53,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
-from logs_and_checkpoints import (
+from logs_and_checkpoints_old import (
     MEMORY_METRICS,
     CheckpointWriter,
     RunLog,
@@ -106,7 +106,7 @@ ROW_LENGTH = 256  # values with a common scale
 # A collective whose name differs between versions of PyTorch.
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # A resumed run must have the same values for these flags. All other flags may change, and so may
-# the hardware and the rung (the numbered scripts of this course are called rungs).
+# the hardware and the stage (the numbered scripts of this course are called stages).
 EXPERIMENT_FLAGS = (
     "model_name",
     "from_scratch",
@@ -530,7 +530,7 @@ def main(args):
         export_dtype = DTYPES[args.export_dtype]
         last_step = max(last_step, total_steps)
         save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
-    # Sampling a token gathers the whole model, so the sample is shorter than in earlier rungs.
+    # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
     tokens, start = choose_prompt(eval_data[-1], 64)
     tokens = sample(model, tokens, start, device)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
@@ -1244,7 +1244,7 @@ def read_shards(model, name, files, conversions, device):
             fail(f"--model-name {name}: it lacks weights for {key}")
         else:
             # A DTensor is always created on the GPU. With --cpu-offload it must be on the CPU.
-            # It may be a view of a larger tensor. Rung 05 could not save that, so it is copied.
+            # It may be a view of a larger tensor. Stage 05 could not save that, so it is copied.
             shard = parameter.detach().to(device, copy=True)
         owner, _, attribute = key.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))
@@ -1729,7 +1729,7 @@ def parse_args():
     wire_help = "how randk and dct send values, default: %(default)s"
     add("--wire-dtype", choices=wire_dtypes, default="int8", help=wire_help)
 
-    # This rung had these flags before there was rung 06.
+    # This stage had these flags before there was stage 06.
     moved = ("--streaming", "--data-streams", "--data-held-out")
     hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument(*moved, dest="streaming", nargs="?", **hidden)
@@ -1747,7 +1747,7 @@ def parse_args():
 
     check_launcher()
     if "streaming" in args:
-        fail("--streaming: rung 06-streaming tokenizes documents while it trains on them")
+        fail("--streaming: stage 06-streaming tokenizes documents while it trains on them")
     check_restart(args)
     check_hardware(args)
     check_compression(args)
@@ -1826,12 +1826,12 @@ def in_range(convert, is_allowed, description):
 
 
 def check_launcher():
-    """Ends the run if it was started in a way that this rung does not support."""
+    """Ends the run if it was started in a way that this stage does not support."""
     variables = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     if not all(os.environ.get(name) for name in variables.split()):
         num_processes = torch.cuda.device_count() or 2
         command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes), *sys.argv]
-        fail(f"this rung needs torchrun: {shlex.join(command)}")
+        fail(f"this stage needs torchrun: {shlex.join(command)}")
 
 
 def check_restart(args):

@@ -1,4 +1,4 @@
-"""Rung 07: tensor parallelism. The processes of a group compute each layer together.
+"""Stage 07: tensor parallelism. The processes of a group compute each layer together.
 
 Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics  # the language reference that comes with Python: a text
 
-# logs_and_checkpoints.py is in the parent folder. The folder goes first on the path, because each
-# clone of this repository must import its own copy of the module.
+# logs_and_checkpoints_old.py is in the parent folder. The folder goes first on the path, because
+# each clone of this repository must import its own copy of the module.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -51,7 +51,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
-from logs_and_checkpoints import (
+from logs_and_checkpoints_old import (
     MEMORY_METRICS,
     RunLog,
     all_gather_object,
@@ -107,7 +107,7 @@ transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: N
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A resumed run must have the same values for these flags. All other flags may change, and so may
-# the hardware and the rung (the numbered scripts of this course are called rungs).
+# the hardware and the stage (the numbered scripts of this course are called stages).
 EXPERIMENT_FLAGS = (
     "model_name",
     "from_scratch",
@@ -182,7 +182,7 @@ def main(args):
 
     # The ranks are arranged in a table, a mesh. A row is a tensor group: its ranks train on the
     # same sequences, and each computes a part of every layer. Within a column the model is sharded
-    # as in rung 03, and each rank trains on other sequences. The ranks of a row communicate many
+    # as in stage 03, and each rank trains on other sequences. The ranks of a row communicate many
     # times in each layer, so they should be on one machine. They are if its number of processes is
     # a multiple of tensor_size, because they have consecutive numbers.
     tensor_size = find_tensor_size(args)
@@ -480,7 +480,7 @@ def main(args):
         export_dtype = DTYPES[args.export_dtype]
         last_step = max(last_step, total_steps)
         save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
-    # Sampling a token gathers the whole model, so the sample is shorter than in earlier rungs.
+    # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
     tokens, start = choose_prompt(eval_data[-1], 64)
     tokens = sample(model, tokens, start, device)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
@@ -1061,7 +1061,7 @@ def read_shards(model, name, files, conversions, device):
             fail(f"--model-name {name}: it lacks weights for {key}")
         else:
             # A DTensor is always created on the GPU. With --cpu-offload it must be on the CPU.
-            # It may be a view of a larger tensor. Rung 05 could not save that, so it is copied.
+            # It may be a view of a larger tensor. Stage 05 could not save that, so it is copied.
             shard = parameter.detach().to(device, copy=True)
         owner, _, attribute = key.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))
@@ -1557,12 +1557,12 @@ def in_range(convert, is_allowed, description):
 
 
 def check_launcher():
-    """Ends the run if it was started in a way that this rung does not support."""
+    """Ends the run if it was started in a way that this stage does not support."""
     variables = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     if not all(os.environ.get(name) for name in variables.split()):
         num_processes = torch.cuda.device_count() or 2
         command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes), *sys.argv]
-        fail(f"this rung needs torchrun: {shlex.join(command)}")
+        fail(f"this stage needs torchrun: {shlex.join(command)}")
 
 
 def check_hardware(args):

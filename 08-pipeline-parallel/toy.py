@@ -10,7 +10,7 @@ dist.init_process_group("gloo")
 stage, last = dist.get_rank(), dist.get_world_size() - 1
 xs, targets = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 11.0, 20.0, 23.0])
 weights = torch.arange(2.0, last + 3.0, requires_grad=True)  # the whole model: 2 and 3
-weight = weights[stage].detach().clone().requires_grad_()  # what this stage has of it
+weight = weights[stage].detach().clone().requires_grad_()  # what this pipeline stage has of it
 
 num_ahead = last - stage  # by how much forward passes are ahead of backward passes: 1 and 0
 in_flight, sends = deque(), []

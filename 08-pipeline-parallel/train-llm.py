@@ -1,4 +1,4 @@
-"""Rung 08: pipeline parallelism. Each process has some layers, and sends their output to the next.
+"""Stage 08: pipeline parallelism. Each process has some layers, and sends their output to the next.
 
 Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
 
@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics  # the language reference that comes with Python: a text
 
-# logs_and_checkpoints.py is in the parent folder. The folder goes first on the path, because each
-# clone of this repository must import its own copy of the module.
+# logs_and_checkpoints_old.py is in the parent folder. The folder goes first on the path, because
+# each clone of this repository must import its own copy of the module.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -51,7 +51,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
-from logs_and_checkpoints import (
+from logs_and_checkpoints_old import (
     MEMORY_METRICS,
     RunLog,
     all_gather_object,
@@ -97,7 +97,7 @@ transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: N
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A resumed run must have the same values for these flags. All other flags may change, and so may
-# the hardware and the rung (the numbered scripts of this course are called rungs).
+# the hardware and the stage (the numbered scripts of this course are called stages).
 EXPERIMENT_FLAGS = (
     "model_name",
     "from_scratch",
@@ -155,11 +155,12 @@ def main(args):
     # barriers for loading use a process group with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
-    # The ranks are arranged in a table, a mesh. A column is a pipeline: each of its ranks, a stage,
-    # has some of the layers, and the same sequences pass through all of them. Within a row all
-    # ranks have the same layers: these are sharded as in rung 03, and each rank trains on other
-    # sequences. Stages communicate much less than shards. So the ranks of a row, which have
-    # consecutive numbers, should be on one machine, and the stages may be on different ones.
+    # The ranks are arranged in a table, a mesh. A column is a pipeline: each of its ranks, a
+    # pipeline stage, has some of the layers, and the same sequences pass through all of them.
+    # Within a row all ranks have the same layers: these are sharded as in stage 03, and each rank
+    # trains on other sequences. Pipeline stages communicate much less than shards. So the ranks of
+    # a row, which have consecutive numbers, should be on one machine, and the stages may be on
+    # different ones.
     num_stages = check_stages(args)
     num_pipelines = world_size // num_stages
     mesh = init_device_mesh(
@@ -219,16 +220,17 @@ def main(args):
         f"{num_pipelines} pipeline(s) of {num_stages} stage(s) × "
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
-    # At the beginning of a step the last stage waits until the first micro-batch has passed all
+    # At the beginning of a step the last pipeline stage waits until micro-batch 0 has passed all
     # stages before it, and at the end the first stage waits for the last gradients. The share of a
     # step in which a stage is idle is called the bubble. The formula below assumes equal stages.
     if grad_accum_steps < num_stages:
         largest = sequences_per_pipeline // num_stages
-        way_out = f"use --batch-size {largest} or less" if largest else "use fewer stages"
+        way_out = f"use --batch-size {largest} or less" if largest else "use fewer pipeline stages"
         needed = f"a step needs at least as many micro-batches and has {grad_accum_steps}"
         fail(f"--stages {num_stages}: {needed}, {way_out}")
     bubble = (num_stages - 1) / (grad_accum_steps + num_stages - 1)
-    say(f"each stage is idle for about {bubble:.0%} of a step, less with a smaller --batch-size")
+    idle = f"each pipeline stage is idle for about {bubble:.0%} of a step"
+    say(f"{idle}, less with a smaller --batch-size")
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
@@ -254,11 +256,11 @@ def main(args):
     # in transformers.
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
 
-    # Pipeline parallelism: a stage keeps some of the blocks, one after the other. The first stage
-    # has the embeddings as well, and the last one the last norm and the output layer.
+    # Pipeline parallelism: a pipeline stage keeps some of the blocks, one after the other. The
+    # first stage has the embeddings as well, and the last one the last norm and the output layer.
     stage = Stage(mesh, config.hidden_size, dtype, device)
     blocks_per_stage = split_blocks(model, blocks, num_stages, args.seq_length)
-    say(f"the stages have {' + '.join(map(str, blocks_per_stage))} blocks")
+    say(f"the pipeline stages have {' + '.join(map(str, blocks_per_stage))} blocks")
     is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     blocks = keep_stage(model, blocks, blocks_per_stage, stage, is_tied)
 
@@ -287,11 +289,11 @@ def main(args):
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
 
-    # Sharding: each rank keeps 1 / num_pipelines of every parameter of its stage, its shard. FSDP
-    # gathers the parameters of a block from the ranks of the same stage before its forward pass,
-    # frees them after it, and gathers them again for its backward pass. So besides its shards a GPU
-    # holds the parameters of a few blocks at a time. What is not in a block, the embeddings and the
-    # last norm, is sharded with the root module.
+    # Sharding: each rank keeps 1 / num_pipelines of every parameter of its pipeline stage, its
+    # shard. FSDP gathers the parameters of a block from the ranks of the same stage before its
+    # forward pass, frees them after it, and gathers them again for its backward pass. So besides
+    # its shards a GPU holds the parameters of a few blocks at a time. What is not in a block, the
+    # embeddings and the last norm, is sharded with the root module.
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh["shard"], mp_policy=mixed_precision, offload_policy=offload)
     if args.no_reshard_after_forward:
@@ -309,7 +311,7 @@ def main(args):
         elif dist.get_rank() == 0:
             full_model = load_model(config, weights, args.attn, args.seed)
     dist.barrier(loading_group)
-    missing = sum(all_gather_object(missing), [])  # the stages lack different weights
+    missing = sum(all_gather_object(missing), [])  # the pipeline stages lack different weights
     if missing:
         fail(f"--model-name {args.model_name}: it lacks weights for {missing[0]}")
     if not files:
@@ -330,12 +332,12 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, fused=True)
 
-    # Embeddings and output layer may share one weight. Then the first stage and the last one have a
-    # copy each. They stay the same, because both are updated with the same gradients.
+    # Embeddings and output layer may share one weight. Then the first pipeline stage and the last
+    # one have a copy each. They stay the same, because both are updated with the same gradients.
     tied_weight = None
-    if is_tied and stage.is_first != stage.is_last:  # with one stage there is one copy
+    if is_tied and stage.is_first != stage.is_last:  # with one pipeline stage there is one copy
         tied_weight = model.get_input_embeddings().weight
-    # The norm of the gradients counts only one of the two copies, that of the first stage.
+    # The norm of the gradients counts only one of the two copies, that of the first pipeline stage.
     counted = [p for p in model.parameters() if stage.is_first or p is not tied_weight]
 
     # Learning rate. The scheduler has a function from the step to a factor. We call that function
@@ -368,8 +370,8 @@ def main(args):
     run_info["blocks_per_stage"] = str(blocks_per_stage)
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
-    # By how many micro-batches the forward passes of this stage are ahead of its backward passes.
-    # With 1F1B: as many as there are stages after it. GPipe does all forward passes first.
+    # By how many micro-batches the forward passes of this pipeline stage are ahead of its backward
+    # passes. With 1F1B: as many as there are stages after it. GPipe does all forward passes first.
     num_ahead = num_stages - 1 - stage.index
     if args.schedule == "gpipe":
         num_ahead += grad_accum_steps - 1
@@ -393,7 +395,7 @@ def main(args):
         log.lap("data")
 
         # Forward and backward. The gradients of all micro-batches add up in `.grad`.
-        # In each round of this loop a stage does one forward pass and one backward pass (1F1B). The
+        # In each round of this loop a pipeline stage does a forward and a backward pass (1F1B). The
         # backward pass is that of an earlier micro-batch, whose gradients have come back from the
         # next stage. The first rounds have no backward pass yet, the last ones no forward pass.
         optimizer.zero_grad()
@@ -442,7 +444,7 @@ def main(args):
             inputs = stage.exchange_with_previous(earlier_inputs, next_input_ids)
             log.lap("exchange")
 
-        # The gradient of a weight that two stages have is the sum of what both have computed.
+        # The gradient of a weight that two pipeline stages have is the sum of what both computed.
         if tied_weight is not None:
             gradient = tied_weight.grad.to_local()
             other_gradient = torch.empty_like(gradient)
@@ -451,8 +453,8 @@ def main(args):
 
         # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
         # batch cannot cause a very large update.
-        # The norm is that of all gradients, and a stage has some of them. Its square is a sum: over
-        # the shards, which `full_tensor` adds up for a DTensor, and over the stages.
+        # The norm is that of all gradients, and a pipeline stage has some of them. Its square is a
+        # sum: over the shards, which `full_tensor` adds up for a DTensor, and over the stages.
         gradients = [p.grad for p in counted if p.grad is not None]
         squared_norm = torch.nn.utils.get_total_norm(gradients).full_tensor() ** 2
         dist.all_reduce(squared_norm, group=mesh.get_group("stage"))
@@ -468,7 +470,7 @@ def main(args):
         # done only in the steps that are logged.
         metrics = {}
         if step == 1 or step % args.log_freq == 0 or step == total_steps:
-            dist.all_reduce(step_loss)  # other stages than the last one have 0
+            dist.all_reduce(step_loss)  # other pipeline stages than the last one have 0
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
             metrics = {
@@ -510,7 +512,7 @@ def main(args):
         save_final_model(
             run_dir, last_step, model, config, tokenizer, export_dtype, gather_from_stage
         )
-    # Sampling a token gathers the whole model, so the sample is shorter than in earlier rungs.
+    # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
     tokens, start = choose_prompt(eval_data[-1], 64)
     tokens = sample(model, tokens, start, device, stage)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
@@ -1095,7 +1097,7 @@ def read_shards(model, files, conversions, device):
             continue
         else:
             # A DTensor is always created on the GPU. With --cpu-offload it must be on the CPU.
-            # It may be a view of a larger tensor. Rung 05 could not save that, so it is copied.
+            # It may be a view of a larger tensor. Stage 05 could not save that, so it is copied.
             shard = parameter.detach().to(device, copy=True)
         owner, _, attribute = key.rpartition(".")
         setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))
@@ -1110,7 +1112,7 @@ def fill_from_rank_0(model, full_model, device):
     those that transformers gives to this architecture."""
     model.to_empty(device=device)
     weights = full_model.state_dict() if full_model is not None else {}
-    # Rank 0 sends the weights of all stages, and each rank takes those of its own. With
+    # Rank 0 sends the weights of all pipeline stages, and each rank takes those of its own. With
     # strict=False the others are skipped, so check that none of its own is missing.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     missing = model.state_dict().keys() - set(all_gather_object(list(weights))[0])
@@ -1154,7 +1156,7 @@ class Stage:
     def exchange_with_previous(self, earlier_inputs, input_ids):
         """Sends the gradients of `earlier_inputs`, and receives the inputs for other `input_ids`.
 
-        The inputs are hidden states, (B, T, hidden size), or on the first stage just `input_ids`.
+        Inputs are hidden states, (B, T, hidden size), or `input_ids` on the first pipeline stage.
         Without `earlier_inputs` nothing is sent, and without `input_ids` nothing is received."""
         if self.is_first:
             return input_ids
@@ -1180,7 +1182,7 @@ class Stage:
         return gradients
 
     def exchange(self, other, sent, received):
-        """Sends a tensor to another stage and receives one from it, or None for nothing.
+        """Sends a tensor to another pipeline stage and receives one from it, or None for nothing.
 
         Both at once: of two stages that first send and then receive, each might wait until the
         other receives."""
@@ -1196,7 +1198,7 @@ class Stage:
 
 
 def split_blocks(model, blocks, num_stages, seq_length):
-    """Returns the number of blocks of each stage, so that their work is as equal as possible.
+    """Returns how many blocks each pipeline stage gets, so that the work is as equal as possible.
 
     The output layer, on the last stage, is work as well. A lookup in the embeddings is not. In a
     mixture of experts all experts count, so there the output layer counts for too little."""
@@ -1209,7 +1211,7 @@ def split_blocks(model, blocks, num_stages, seq_length):
     work = [block] * num_stages
     work[-1] += output_layer
     for _ in range(len(blocks) - num_stages):
-        # Of several with the least work the last one: earlier stages keep more activations.
+        # Of several with the least work the last: earlier pipeline stages keep more activations.
         lightest = min(reversed(range(num_stages)), key=lambda i: work[i])
         num_blocks[lightest] += 1
         work[lightest] += block
@@ -1217,7 +1219,7 @@ def split_blocks(model, blocks, num_stages, seq_length):
 
 
 def keep_stage(model, blocks, blocks_per_stage, stage, is_tied):
-    """Removes from a model what other stages have. Returns the blocks that are left.
+    """Removes from a model what other pipeline stages have. Returns the blocks that are left.
 
     What is removed is replaced by modules that return their input. So the remaining modules keep
     the names that checkpoints use, and the model's own forward pass works as it is."""
@@ -1269,14 +1271,14 @@ def keep_stage(model, blocks, blocks_per_stage, stage, is_tied):
 
 
 class PassThrough(torch.nn.Module):
-    """Stands for a module that another stage has, and returns its input."""
+    """Stands for a module that another pipeline stage has, and returns its input."""
 
     def forward(self, hidden_states, *args, **kwargs):
         return hidden_states
 
 
 class Entrance(torch.nn.Module):
-    """Stands for the block before those of a stage, and returns the hidden states from there.
+    """Stands for the block before a pipeline stage, and returns the hidden states from there.
 
     It discards its input: what the model does before its blocks, the first stage has done."""
 
@@ -1287,7 +1289,7 @@ class Entrance(torch.nn.Module):
 
 
 class EndOfStage(torch.nn.Module):
-    """Stands for the block after those of a stage, and keeps the hidden states for the next."""
+    """Stands for the block after a pipeline stage, and keeps the hidden states for the next."""
 
     hidden_states = None
 
@@ -1297,7 +1299,7 @@ class EndOfStage(torch.nn.Module):
 
 
 def forward_through_stages(model, stage, input_ids):
-    """A forward pass without a backward pass. Returns the logits on the last stage.
+    """A forward pass without a backward pass. Returns the logits on the last pipeline stage.
 
     All stages must call it. The others return hidden states."""
     inputs = stage.exchange_with_previous(None, input_ids)
@@ -1332,7 +1334,7 @@ def check_causal(model, seq_length, device, stage):
     has_experts = any("experts" in name for name, _ in model.named_modules())
     tolerance = (0.1 if has_experts else 1e-5) * logits.abs().max()
     tolerance += 10 * (logits - same_logits).abs().max()
-    # On other stages than the last one these are hidden states, for which the same holds.
+    # On other pipeline stages than the last one these are hidden states, for which the same holds.
     is_changed = ((logits - other_logits).abs().max() > tolerance).to("cpu", torch.int32)
     dist.all_reduce(is_changed, dist.ReduceOp.MAX)
     if is_changed:
@@ -1453,7 +1455,7 @@ def sample(model, tokens, start, device, stage):
             logits = outputs[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
             probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
             tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-        dist.broadcast(tokens, src=dist.get_world_size() - 1)  # a rank of the last stage
+        dist.broadcast(tokens, src=dist.get_world_size() - 1)  # a rank of the last pipeline stage
     model.reshard()  # as in `evaluate`
     return tokens[0]
 
@@ -1474,12 +1476,12 @@ def choose_prompt(sequence, length):
 
 
 def gather_from_stage(tensors, name, like):
-    """Returns the whole tensor of this name on rank 0. `tensors` are those of this rank's stage.
+    """Returns the whole tensor of this name on rank 0. `tensors` are those of this pipeline stage.
 
     `like` has its shape, and the data type in which it is sent."""
     tensor = None
     if name in tensors:
-        tensor = gather_tensor(tensors, name, like)  # from the other ranks of the stage
+        tensor = gather_tensor(tensors, name, like)  # from the other ranks of the pipeline stage
     owner = all_gather_object(name in tensors).index(True)
     if owner > 0 and dist.get_rank() == owner:
         dist.send(tensor.to("cpu", like.dtype), dst=0)
@@ -1586,7 +1588,7 @@ def parse_args():
     add("--max-grad-norm", type=positive(float), default=1.0, help="default: %(default)s")
 
     add = parser.add_argument_group("pipeline parallelism").add_argument
-    stages_help = "number of stages into which the layers are split, default: %(default)s"
+    stages_help = "pipeline stages into which the layers are split, default: %(default)s"
     add("--stages", type=positive(int), default=2, help=stages_help)
     schedule_help = "order of the passes; gpipe does all forward passes first, default: %(default)s"
     add("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help=schedule_help)
@@ -1679,12 +1681,12 @@ def in_range(convert, is_allowed, description):
 
 
 def check_launcher():
-    """Ends the run if it was started in a way that this rung does not support."""
+    """Ends the run if it was started in a way that this stage does not support."""
     variables = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     if not all(os.environ.get(name) for name in variables.split()):
         num_processes = torch.cuda.device_count() or 2
         command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes), *sys.argv]
-        fail(f"this rung needs torchrun: {shlex.join(command)}")
+        fail(f"this stage needs torchrun: {shlex.join(command)}")
 
 
 def check_hardware(args):
@@ -1699,7 +1701,7 @@ def check_hardware(args):
     if gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         fail(f"--nproc-per-node: there are only {torch.cuda.device_count()} GPUs here")
     if args.dtype == "fp16":
-        fail("--dtype fp16: is not supported with stages, use bf16 or fp32")
+        fail("--dtype fp16: is not supported with pipeline stages, use bf16 or fp32")
     if args.cpu_offload and not gpu:
         fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
     compiler = os.environ.get("CXX", "g++")
@@ -1710,8 +1712,8 @@ def check_hardware(args):
 
 
 def check_stages(args):
-    """The number of stages. Ends the run if the ranks do not form such pipelines."""
-    # What two stages exchange depends on these flags. If they differ, one would wait for ever.
+    """The number of pipeline stages. Ends the run if the ranks do not form such pipelines."""
+    # What pipeline stages exchange depends on these flags. If they differ, one waits for ever.
     for name in ("stages", "schedule", "batch_size", "dtype"):
         here = getattr(args, name)
         for rank, there in enumerate(all_gather_object(here)):

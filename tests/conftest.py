@@ -18,8 +18,8 @@ import forked
 import psutil
 import pytest
 import torch
-from ladder import ROOT, builds_on, script
-from ladder import RUNGS as RUNGS  # tests take it from here
+from stages import ROOT, builds_on, script
+from stages import STAGES as STAGES  # tests take it from here
 
 SUPPORT = ROOT / "tests" / "support"
 FAULTS = SUPPORT / "faults"
@@ -31,14 +31,15 @@ TIMEOUT = 600
 SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", "8")
 
 
-def exact(rung, processes):
-    """The flags with which a rung computes what the others do: from 04 on two replicas, dense. In
-    07 two ranks in a tensor group, in 08 two stages, if the number of processes is even."""
-    if rung == "07-tensor-parallel":
+def exact(stage, processes):
+    """The flags with which a stage computes what the others do: from 04 on two replicas, dense. In
+    07 two ranks in a tensor group, in 08 two pipeline stages, if the number of processes is
+    even."""
+    if stage == "07-tensor-parallel":
         return ("--tensor-size", 2 - processes % 2)
-    if rung == "08-pipeline-parallel":
+    if stage == "08-pipeline-parallel":
         return ("--stages", 2 - processes % 2)
-    if not builds_on(rung, "04-compression"):
+    if not builds_on(stage, "04-compression"):
         return ()
     return ("--compression", "none", "--shard-size", max(1, processes // 2))
 
@@ -57,16 +58,16 @@ class Result:
         return list(dict.fromkeys(x for x in lines if x.startswith("train-llm.py: error: ")))
 
 
-def load(rung):
-    """A rung as a module, for what can be asked of its functions alone."""
-    specification = importlib.util.spec_from_file_location(rung[:2], script(rung))
+def load(stage):
+    """A stage as a module, for what can be asked of its functions alone."""
+    specification = importlib.util.spec_from_file_location(stage[:2], script(stage))
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
 
 
 def data_args(name, seq_length, text_column=None, train_on_prompt=False):
-    """What `load_data` of a rung needs of the flags."""
+    """What `load_data` of a stage needs of the flags."""
     return SimpleNamespace(
         dataset_name=str(name),
         dataset_subset=None,
@@ -76,13 +77,13 @@ def data_args(name, seq_length, text_column=None, train_on_prompt=False):
     )
 
 
-def open_streams(rung_06, documents, seq_length, count, batch_size, num_held_out):
-    """The streams of rung 06 over the column `text` of documents."""
+def open_streams(stage_06, documents, seq_length, count, batch_size, num_held_out):
+    """The streams of stage 06 over the column `text` of documents."""
     args = data_args("", seq_length)
     args.data_streams = count
     args.global_batch_size = batch_size
     args.data_held_out = num_held_out
-    return rung_06.Streams(documents, ("text",), rung_06.byte_tokenizer(), args)
+    return stage_06.Streams(documents, ("text",), stage_06.byte_tokenizer(), args)
 
 
 def environment(**more):
@@ -91,7 +92,7 @@ def environment(**more):
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in names}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    return clean | {"HF_HOME": os.environ["LADDER_HF_HOME"]} | more
+    return clean | {"HF_HOME": os.environ["COURSE_HF_HOME"]} | more
 
 
 def start(path, processes, *flags, cwd=None, **more):
@@ -145,17 +146,17 @@ def fork(path, processes, *flags, cwd=None, **more):
     return forked.ForkedRun(path, processes, [*map(str, flags)], variables, cwd)
 
 
-def run(rung, processes, *flags, path=None, check=True, cwd=None, launched=False, **more):
-    """Runs a rung to its end; with `check` it must end well. The run is forked, which saves the
+def run(stage, processes, *flags, path=None, check=True, cwd=None, launched=False, **more):
+    """Runs a stage to its end; with `check` it must end well. The run is forked, which saves the
     imports, or with `launched` started by python and torchrun as users start it."""
-    if rung == "01-single-gpu" and processes == 1:
+    if stage == "01-single-gpu" and processes == 1:
         processes = None
     if "--compile" in flags and not (shutil.which("g++") or torch.cuda.is_available()):
         pytest.skip("--compile on a CPU needs a compiler (Debian: apt-get install g++)")
     begin = start if launched else fork
-    result = finish(begin(path or script(rung), processes, *flags, cwd=cwd, **more))
+    result = finish(begin(path or script(stage), processes, *flags, cwd=cwd, **more))
     if check:
-        assert result.returncode == 0, f"{rung} on {processes}\n{result.out}\n{result.err}"
+        assert result.returncode == 0, f"{stage} on {processes}\n{result.out}\n{result.err}"
     return result
 
 
@@ -189,13 +190,13 @@ def same_bits(one, other, steps):
     return all(one[s]["train/loss"] == other[s]["train/loss"] for s in steps)
 
 
-def mutant(folder, rung, *edits):
-    """A copy of a rung, and of the module that it shares, with pieces of its text replaced."""
-    text = script(rung).read_text()
+def mutant(folder, stage, *edits):
+    """A copy of a stage, and of the module that it shares, with pieces of its text replaced."""
+    text = script(stage).read_text()
     for old, new in edits:
-        assert text.count(old) == 1, f"{rung} has {text.count(old)} times: {old}"
+        assert text.count(old) == 1, f"{stage} has {text.count(old)} times: {old}"
         text = text.replace(old, new)
-    path = Path(folder) / rung / "train-llm.py"
+    path = Path(folder) / stage / "train-llm.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
     shutil.copy(ROOT / "logs_and_checkpoints.py", folder)
@@ -220,21 +221,21 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def hf_home(tmp_path_factory):
-    os.environ["LADDER_HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))
+    os.environ["COURSE_HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))
 
 
 @pytest.fixture(scope="session")
 def curve(tmp_path_factory):
-    """Runs a rung with a name, once per set of flags, and returns its metrics by step. From 04 on
-    a rung computes what the others do unless the flags name a compression."""
+    """Runs a stage with a name, once per set of flags, and returns its metrics by step. From 04 on
+    a stage computes what the others do unless the flags name a compression."""
     done = {}
 
-    def curve_of(rung, processes, *flags):
-        flags = flags if "--compression" in flags else (*exact(rung, processes), *flags)
-        key = (rung, processes, *flags)
+    def curve_of(stage, processes, *flags):
+        flags = flags if "--compression" in flags else (*exact(stage, processes), *flags)
+        key = (stage, processes, *flags)
         if key not in done:
             folder = tmp_path_factory.mktemp("curve")
-            run(rung, processes, "-e", "a", "--save-dir", folder, "--log-freq", 1, *flags)
+            run(stage, processes, "-e", "a", "--save-dir", folder, "--log-freq", 1, *flags)
             done[key] = metrics(folder / "a")
         return done[key]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, RUNGS, SMALL, finish, fork, load, mutant, run
+from conftest import ROOT, SMALL, STAGES, finish, fork, load, mutant, run
 from transformers import GPT2Config, LlamaConfig, T5Config
 
 pytestmark = pytest.mark.law5
@@ -45,7 +45,7 @@ FLAGS = [
     ("-e a --save-dir a-file", "--save-dir a-file: [Errno 20] Not a directory: 'a-file/a'"),
     ("-e a --save-dir /proc/nowhere", "--save-dir /proc/nowhere: [Errno 2] No such file or "),
 ]
-# those of rung 04, which here has one process,
+# those of stage 04, which here has one process,
 COMPRESSION = [
     ("--compression dpcm", "argument --compression: invalid choice: 'dpcm'"),
     ("--compression fp16", "argument --compression: invalid choice: 'fp16'"),
@@ -57,7 +57,7 @@ COMPRESSION = [
     ("--shard-size 0", "argument --shard-size: 0: must be above 0"),
     ("--shard-size 3", "--shard-size 3: does not divide 1 processes"),
 ]
-# those of rungs 05 and 06,
+# those of stages 05 and 06,
 LATER = [
     ("05-multinode", "--timeout 3000000000", "argument --timeout: 3000000000: must be from 1 to "),
     ("05-multinode", "--timeout 0", "argument --timeout: 0: must be from 1 to 604800, a week"),
@@ -137,9 +137,9 @@ WITHOUT_A_GPU = [
     ("--dtype fp16", "--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32"),
     ("--attn flash_attention_2", "--attn flash_attention_2: needs a GPU, and --dtype bf16 or fp16"),
 ]
-# The same in rung 08, which has no fp16, with a GPU or without.
+# The same in stage 08, which has no fp16, with a GPU or without.
 WITHOUT_FP16 = [
-    ("--dtype fp16", "--dtype fp16: is not supported with stages, use bf16 or fp32"),
+    ("--dtype fp16", "--dtype fp16: is not supported with pipeline stages, use bf16 or fp32"),
     WITHOUT_A_GPU[0],
     ("--attn flash_attention_2", "--attn flash_attention_2: needs a GPU, and --dtype bf16"),
 ]
@@ -197,8 +197,8 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def refused(rung, processes, flags, said, folder):
-    result = run(rung, processes, *flags.split(), cwd=folder, check=False)
+def refused(stage, processes, flags, said, folder):
+    result = run(stage, processes, *flags.split(), cwd=folder, check=False)
     assert result.returncode != 0
     assert len(result.errors) == 1, result.err
     assert result.errors[0].startswith(f"train-llm.py: error: {said}"), result.errors[0]
@@ -206,25 +206,25 @@ def refused(rung, processes, flags, said, folder):
 
 
 @pytest.fixture(scope="module")
-def rungs():
-    return {rung: load(rung) for rung in RUNGS}
+def stages():
+    return {stage: load(stage) for stage in STAGES}
 
 
 @pytest.mark.parametrize(
-    ("rung", "flags", "said"),
+    ("stage", "flags", "said"),
     [
-        (rung, *case)
-        for rung in RUNGS
+        (stage, *case)
+        for stage in STAGES
         for case in FLAGS
-        if not (rung == "06-streaming" and "--num-epochs" in case[0])  # it has no such flag
+        if not (stage == "06-streaming" and "--num-epochs" in case[0])  # it has no such flag
     ]
     + [("04-compression", *case) for case in COMPRESSION]
     + LATER
-    + [(rung, *case) for rung in RUNGS if rung[:2] != "08" for case in WITHOUT_A_GPU]
+    + [(stage, *case) for stage in STAGES if stage[:2] != "08" for case in WITHOUT_A_GPU]
     + [("08-pipeline-parallel", *case) for case in WITHOUT_FP16],
 )
 def test_flags_are_refused_before_anything_starts(
-    rung, flags, said, rungs, inputs, monkeypatch, capsys
+    stage, flags, said, stages, inputs, monkeypatch, capsys
 ):
     """In this process: a run of its own for each would be a minute of imports."""
     if (flags, said) in WITHOUT_A_GPU + WITHOUT_FP16[1:] and torch.cuda.is_available():
@@ -235,7 +235,7 @@ def test_flags_are_refused_before_anything_starts(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", ["train-llm.py", *flags.split()])
     with pytest.raises(SystemExit) as stop:
-        rungs[rung].open_run_dir(rungs[rung].parse_args())
+        stages[stage].open_run_dir(stages[stage].parse_args())
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -258,7 +258,7 @@ def test_one_line_and_no_traceback(flags, said, inputs):
 
 
 @pytest.mark.parametrize(
-    ("rung", "flags", "said"),
+    ("stage", "flags", "said"),
     [
         pytest.param(
             "02-ddp", "--lr 0", "argument --lr: 0: must be above 0", marks=pytest.mark.slow
@@ -276,29 +276,29 @@ def test_one_line_and_no_traceback(flags, said, inputs):
         ("04-compression", "--shard-size 2", "--shard-size 2: does not divide 3 processes"),
     ],
 )
-def test_one_line_of_all_ranks(rung, flags, said, inputs):
+def test_one_line_of_all_ranks(stage, flags, said, inputs):
     """Each rank finds the error, one of them says it. The only traceback is torchrun's own."""
-    result = refused(rung, 3, flags, said, inputs)
-    assert f'{rung}/train-llm.py", line' not in result.err
+    result = refused(stage, 3, flags, said, inputs)
+    assert f'{stage}/train-llm.py", line' not in result.err
 
 
-@pytest.mark.parametrize("rung", RUNGS[1:])
-def test_rungs_that_need_torchrun_say_so(rung):
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_stages_that_need_torchrun_say_so(stage):
     """With a command that works where it is pasted: the path and the flags are the user's."""
-    path = ROOT / rung / "train-llm.py"
+    path = ROOT / stage / "train-llm.py"
     result = finish(fork(path, None, "-e", "my run"))
     assert result.returncode == 2
     assert result.errors == [
-        "train-llm.py: error: this rung needs torchrun: "
+        "train-llm.py: error: this stage needs torchrun: "
         f"torchrun --standalone --nproc-per-node 2 {path} -e 'my run'"
     ]
 
 
-def test_rung_01_refuses_several_processes():
+def test_stage_01_refuses_several_processes():
     result = finish(fork(ROOT / "01-single-gpu" / "train-llm.py", 2))
     assert result.returncode != 0
     assert result.errors == [
-        "train-llm.py: error: this rung runs in one process, "
+        "train-llm.py: error: this stage runs in one process, "
         f"python {ROOT}/01-single-gpu/train-llm.py: for several, start 02-ddp"
     ]
 

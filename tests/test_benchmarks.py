@@ -1,4 +1,4 @@
-"""What the benchmarks compute from the log of a run, and the changes that they make to a rung."""
+"""What the benchmarks compute from the log of a run, and the changes that they make to a stage."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_break_even_of_a_run_that_compressed_nothing(tmp_path):
 
 @pytest.fixture
 def compressor():
-    """Makes the GradientCompressor of rung 04 with patches, for a replica that is alone."""
+    """Makes the GradientCompressor of stage 04 with patches, for a replica that is alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def patched(patches, mode, wire_dtype):

@@ -1,4 +1,4 @@
-"""Laws 3 and 4: any checkpoint, any rung, any number of processes; stop it anywhere."""
+"""Laws 3 and 4: any checkpoint, any stage, any number of processes; stop it anywhere."""
 
 import itertools
 import json
@@ -49,7 +49,7 @@ def walk_over_all_pairs(places):
 WALK = walk_over_all_pairs(CONFIGURATIONS)
 # In three parts, each of ten changes.
 PARTS = [WALK[first : first + 11] for first in (0, 10, 20)]
-# From the first to the last rungs, and back.
+# From the first to the last stages, and back.
 SHORT = [CONFIGURATIONS[place] for place in (0, 4, 0)]
 DIED = -9
 FILES = ["__0_0.distcp", ".metadata", "state.json"]
@@ -70,12 +70,12 @@ def test_the_walk_makes_each_change_once():
 @pytest.mark.parametrize(
     "walk", [SHORT, *[pytest.param(part, marks=pytest.mark.slow) for part in PARTS]]
 )
-def test_a_run_changes_its_rung_and_its_number_of_processes(walk, curve, tmp_path):
-    """Three steps on each. The curve is that of rung 01, which nothing interrupts. A resume on the
-    same rung and processes is the same to the last bit: the tests of kills see to that."""
-    for number, (rung, processes) in enumerate(walk):
-        flags = (*exact(rung, processes), *STEADY, *named(tmp_path), "--max-steps", 3 + 3 * number)
-        out = run(rung, processes, *flags).out
+def test_a_run_changes_its_stage_and_its_number_of_processes(walk, curve, tmp_path):
+    """Three steps on each. The curve is that of stage 01, which nothing interrupts. A resume on the
+    same stage and processes is the same to the last bit: the tests of kills see to that."""
+    for number, (stage, processes) in enumerate(walk):
+        flags = (*exact(stage, processes), *STEADY, *named(tmp_path), "--max-steps", 3 + 3 * number)
+        out = run(stage, processes, *flags).out
         assert (f"resumed from {tmp_path}/a/step-{3 * number:08d}" in out) == (number > 0)
     whole = curve(*CONFIGURATIONS[0], *STEADY, "--max-steps", 33)
     resumed = metrics(tmp_path / "a")
@@ -85,7 +85,7 @@ def test_a_run_changes_its_rung_and_its_number_of_processes(walk, curve, tmp_pat
 
 @pytest.fixture(scope="session")
 def uninterrupted(curve):
-    return lambda rung, processes: curve(rung, processes, *SAVING)
+    return lambda stage, processes: curve(stage, processes, *SAVING)
 
 
 # Instants inside the second save of a run, at step 6, and the step that the next start resumes.
@@ -138,12 +138,12 @@ def test_a_kill_of_one_rank_inside_a_save(victim, uninterrupted, tmp_path):
     assert same_bits(uninterrupted("03-fsdp", 2), metrics(tmp_path / "a"), range(1, 13))
 
 
-def kill_at_random_until_done(rung, processes, folder, kills, seed):
+def kill_at_random_until_done(stage, processes, folder, kills, seed):
     """Kills a run `kills` times, each after a time that is drawn, and then lets it end."""
     draw = random.Random(seed)
-    flags = (*exact(rung, processes), *SAVING, *named(folder))
+    flags = (*exact(stage, processes), *SAVING, *named(folder))
     for _ in range(kills):
-        process = fork(script(rung), None if processes == 1 else processes, *flags)
+        process = fork(script(stage), None if processes == 1 else processes, *flags)
         log = Path(folder) / "a" / "metrics.jsonl"
         before = log.stat().st_mtime if log.exists() else 0
         deadline = time.monotonic() + 300
@@ -154,13 +154,13 @@ def kill_at_random_until_done(rung, processes, folder, kills, seed):
             time.sleep(0.02)
         time.sleep(draw.uniform(0, 1.5))
         end(process)
-    return run(rung, processes, *flags)
+    return run(stage, processes, *flags)
 
 
 @pytest.mark.law4
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rung", "processes", "kills"),
+    ("stage", "processes", "kills"),
     [
         ("01-single-gpu", 1, 2),
         ("02-ddp", 2, 4),
@@ -169,11 +169,11 @@ def kill_at_random_until_done(rung, processes, folder, kills, seed):
         ("08-pipeline-parallel", 2, 3),
     ],
 )
-def test_kills_at_random_instants(rung, processes, kills, uninterrupted, tmp_path):
-    kill_at_random_until_done(rung, processes, tmp_path, kills, seed=0)
+def test_kills_at_random_instants(stage, processes, kills, uninterrupted, tmp_path):
+    kill_at_random_until_done(stage, processes, tmp_path, kills, seed=0)
     resumed = metrics(tmp_path / "a")
     assert list(resumed) == list(range(1, 13))
-    assert same_bits(uninterrupted(rung, processes), resumed, range(1, 13))
+    assert same_bits(uninterrupted(stage, processes), resumed, range(1, 13))
 
 
 @pytest.fixture(scope="session")
@@ -237,7 +237,7 @@ def test_damage_that_another_rank_finds(copy):
     assert "step-00000009 is damaged (.metadata)" in out
     assert f"resumed from {copy}/a/step-00000006" in out
     assert "cpu_offload" in json.loads((copy / "a/step-00000012/state.json").read_text())["flags"]
-    # Rung 01 knows no such flag, and does not take it over.
+    # Stage 01 knows no such flag, and does not take it over.
     run("01-single-gpu", 1, *named(copy), "--max-steps", "13")
     state = json.loads((copy / "a/step-00000013/state.json").read_text())
     assert "cpu_offload" not in state["flags"]

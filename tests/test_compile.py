@@ -1,7 +1,7 @@
 """What `--compile` compiles, and what makes Python wait for the device."""
 
 import pytest
-from conftest import RUNGS, exact, mutant, run
+from conftest import STAGES, exact, mutant, run
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 SIZES = {
@@ -40,12 +40,12 @@ BEGIN = "@record  # torchrun"
 LAST_LINE = "    log.sample(tokenizer"
 
 
-def counting(folder, rung, *edits):
-    """A copy of a rung that counts what is compiled, and says it behind its sample."""
-    begin = "def main(args):\n" if rung == "01-single-gpu" else BEGIN
+def counting(folder, stage, *edits):
+    """A copy of a stage that counts what is compiled, and says it behind its sample."""
+    begin = "def main(args):\n" if stage == "01-single-gpu" else BEGIN
     edits = [(begin, COMPILER + begin), *edits]
     path = mutant(
-        folder, rung, *edits, (LAST_LINE, f'    say(f"graphs {{len(compiled)}}")\n{LAST_LINE}')
+        folder, stage, *edits, (LAST_LINE, f'    say(f"graphs {{len(compiled)}}")\n{LAST_LINE}')
     )
     text = path.read_text()
     assert "dynamic=False)" in text
@@ -53,28 +53,28 @@ def counting(folder, rung, *edits):
     return path
 
 
-def graphs(rung, path, *flags):
+def graphs(stage, path, *flags):
     """How many graphs a run compiles, its evaluations and its sample included."""
-    processes = 1 if rung == "01-single-gpu" else 2
-    out = run(rung, processes, *flags, "--compile", *exact(rung, processes), path=path).out
+    processes = 1 if stage == "01-single-gpu" else 2
+    out = run(stage, processes, *flags, "--compile", *exact(stage, processes), path=path).out
     return int(out.split("graphs ")[1].split()[0])
 
 
-# Each architecture on rung 01, and each rung with one or two of them.
+# Each architecture on stage 01, and each stage with one or two of them.
 CASES = [("01-single-gpu", name) for name in CONFIGS]
 CASES += [("02-ddp", "llama"), ("02-ddp", "gpt2"), ("03-fsdp", "gemma3"), ("05-multinode", "qwen3")]
 QUICK = [("01-single-gpu", "llama"), ("02-ddp", "llama")]
 CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize(("rung", "name"), CASES)
-def test_a_block_is_compiled_once_per_batch_size(rung, name, tmp_path):
-    """Not once per layer, not again for the evaluation, and in rung 02 not in pieces for DDP. A
+@pytest.mark.parametrize(("stage", "name"), CASES)
+def test_a_block_is_compiled_once_per_batch_size(stage, name, tmp_path):
+    """Not once per layer, not again for the evaluation, and in stage 02 not in pieces for DDP. A
     short micro-batch has code of its own, and the full ones keep theirs."""
     CONFIGS[name].save_pretrained(tmp_path / name)
-    path = counting(tmp_path, rung)
+    path = counting(tmp_path, stage)
     batch_sizes = 2  # of 3 and 2 sequences, on two processes 3 and 1
-    number = graphs(rung, path, *UNEVEN, "-m", tmp_path / name)
+    number = graphs(stage, path, *UNEVEN, "-m", tmp_path / name)
     assert number == batch_sizes * (KINDS[name] + 1)  # 1: the loss
 
 
@@ -125,18 +125,18 @@ WATCHED = [
 ]
 
 
-def number_of_waits(rung, processes, path, *more):
+def number_of_waits(stage, processes, path, *more):
     few = ("-s", "32", "--global-batch-size", "4", "-b", "1", "--max-steps", "1")
-    flags = (*few, "--eval-sequences", "1", *exact(rung, processes), *more)
-    return run(rung, processes, *flags, path=path).out.count("Python waits")
+    flags = (*few, "--eval-sequences", "1", *exact(stage, processes), *more)
+    return run(stage, processes, *flags, path=path).out.count("Python waits")
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_no_step_waits_for_the_device(rung, tmp_path):
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_step_waits_for_the_device(stage, tmp_path):
     """Reading a number of a tensor waits until the device has computed it. Training does so in the
     steps that are logged, after the update."""
-    path = mutant(tmp_path, rung, *WATCHED)
-    assert number_of_waits(rung, 1 if rung == "01-single-gpu" else 2, path) == 0
+    path = mutant(tmp_path, stage, *WATCHED)
+    assert number_of_waits(stage, 1 if stage == "01-single-gpu" else 2, path) == 0
 
 
 def test_the_count_sees_what_transformers_does_by_default(tmp_path):

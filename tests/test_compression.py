@@ -1,4 +1,4 @@
-"""Rung 04: what its hook computes, what it sends, and that replicas stay equal to the last bit."""
+"""Stage 04: what its hook computes, what it sends, and that replicas stay equal to the last bit."""
 
 import json
 from functools import cache
@@ -22,14 +22,14 @@ from conftest import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-RUNG = "04-compression"
+STAGE = "04-compression"
 CPU = torch.device("cpu")
 ALL = ("--compression", "dct", "--dct-keep", "1", "--wire-dtype")
 
 
 @pytest.fixture(scope="module")
-def rung():
-    return load(RUNG)
+def stage():
+    return load(STAGE)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ REPLICAS = [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=py
 
 @settings(deadline=None, max_examples=40)
 @given(chunk=st.integers(2, 600))
-def test_the_basis_is_the_orthonormal_dct(rung, chunk):
+def test_the_basis_is_the_orthonormal_dct(stage, chunk):
     """Against the DCT by way of an FFT. Source: Makhoul, IEEE Transactions on ASSP, 1980."""
-    basis = rung.dct_basis(chunk, CPU)
+    basis = stage.dct_basis(chunk, CPU)
     assert torch.allclose(basis @ basis.T, torch.eye(chunk), atol=1e-5)
     values = torch.randn(7, chunk, generator=torch.Generator().manual_seed(chunk)).double()
     mirrored = torch.fft.fft(torch.cat([values, values.flip(1)], dim=1))[:, :chunk]
@@ -65,12 +65,12 @@ def test_the_basis_is_the_orthonormal_dct(rung, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [2, 3, 64, 100, 128, 256, 512, 600])
-def test_the_basis_is_that_of_scipy(rung, chunk):
+def test_the_basis_is_that_of_scipy(stage, chunk):
     """Slow, because transformers imports scipy wherever it is installed: 0.4 s in each process."""
     fft = pytest.importorskip("scipy.fft", reason="needs scipy: pip install -e '.[scipy]'")
     values = torch.randn(7, chunk, generator=torch.Generator().manual_seed(chunk)).double()
     known = torch.from_numpy(fft.dct(values.numpy(), type=2, norm="ortho")).float()
-    assert torch.allclose(values.float() @ rung.dct_basis(chunk, CPU).T, known, atol=1e-5)
+    assert torch.allclose(values.float() @ stage.dct_basis(chunk, CPU).T, known, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=60)
@@ -80,13 +80,13 @@ def test_the_basis_is_that_of_scipy(rung, chunk):
     scale=st.floats(1e-30, 1e30),
     seed=st.integers(0, 9),
 )
-def test_a_value_comes_back_within_half_a_level(rung, wire, blocks, scale, seed):
+def test_a_value_comes_back_within_half_a_level(stage, wire, blocks, scale, seed):
     """And as many bytes travel as the formula says: a scale of 4 bytes behind 256 integers."""
     draw = torch.Generator().manual_seed(seed)
     values = scale * torch.randn(256 * blocks, generator=draw) ** 3
-    rows = rung.encode(values, wire)
+    rows = stage.encode(values, wire)
     assert rows.nbytes == blocks * {"fp32": 1024, "bf16": 512, "int8": 260, "int4": 132}[wire]
-    error = (rung.decode(rows, wire) - values).abs().view(blocks, 256)
+    error = (stage.decode(rows, wire) - values).abs().view(blocks, 256)
     largest = values.abs().view(blocks, 256).amax(1, keepdim=True)
     if wire == "fp32":
         assert not error.any()
@@ -161,7 +161,7 @@ def test_what_travels_is_exact_and_the_rest_is_zero(averages, replicas):
 
 
 def checked(folder):
-    """Rung 04, which ends in an error when parameters or gradients differ between replicas."""
+    """Stage 04, which ends in an error when parameters or gradients differ between replicas."""
     lines = """        scaler.update()
         for tensor in [t for p in model.parameters() for t in (p, p.grad)]:
             bits = tensor.to_local().view(torch.int32)
@@ -171,7 +171,7 @@ def checked(folder):
             assert torch.equal(least, most), f"replicas differ at step {step}"
 """
     done = ("    log.close()\n", '    log.close()\n    say(f"equal after step {step}")\n')
-    return mutant(folder, RUNG, ("        scaler.update()\n", lines), done)
+    return mutant(folder, STAGE, ("        scaler.update()\n", lines), done)
 
 
 TWELVE = ("--max-steps", "12", "--lr", "2e-3", *SMALL, "-b", "2")
@@ -192,7 +192,7 @@ MESHES = [(3, 1), (4, 2), (6, 2)]
 def test_replicas_stay_equal_to_the_last_bit(tmp_path, way, processes, shard_size):
     """Parameters and gradients, over 12 steps of AdamW with clipping."""
     flags = (*TWELVE, *WAYS[way], "--shard-size", shard_size)
-    assert "equal after step 12" in run(RUNG, processes, *flags, path=checked(tmp_path)).out
+    assert "equal after step 12" in run(STAGE, processes, *flags, path=checked(tmp_path)).out
 
 
 @pytest.mark.law1
@@ -203,7 +203,7 @@ def test_replicas_that_differ_are_noticed(tmp_path):
     line = "        gradient.copy_(mean)\n"
     assert text.count(line) == 1
     path.write_text(text.replace(line, ""))
-    result = run(RUNG, 2, *TWELVE, "--shard-size", 1, path=path, check=False)
+    result = run(STAGE, 2, *TWELVE, "--shard-size", 1, path=path, check=False)
     assert result.returncode != 0
     assert "replicas differ at step 1" in result.err
 
@@ -222,8 +222,8 @@ def test_none_equals_pytorchs_own_hybrid_sharding(tmp_path, processes, shard_siz
     """The control is what fully_shard does by itself on a mesh of two dimensions."""
     flags = ("--max-steps", "20", *SMALL, "--shard-size", shard_size, "--log-freq", 1)
     flags = (*flags, "--compression", "none", "--save-dir", tmp_path)
-    run(RUNG, processes, *flags, "-e", "ours")
-    run(RUNG, processes, *flags, "-e", "native", path=mutant(tmp_path, RUNG, *NATIVE))
+    run(STAGE, processes, *flags, "-e", "ours")
+    run(STAGE, processes, *flags, "-e", "native", path=mutant(tmp_path, STAGE, *NATIVE))
     ours, native = metrics(tmp_path / "ours"), metrics(tmp_path / "native")
     assert_same_curve(ours, native, range(1, 21), rel_loss=1e-6, rel_norm=1e-6)
 
@@ -234,8 +234,8 @@ def test_a_full_spectrum_in_fp32_equals_none(curve):
     """But for the rounding of the transform and its inverse, which gradient norms enlarge: by up to
     2e-4 on the text of Python 3.13."""
     flags = ("--max-steps", "20", *SMALL, "--shard-size", 1)
-    none = curve(RUNG, 2, *flags, "--compression", "none")
-    assert_same_curve(none, curve(RUNG, 2, *flags, *ALL, "fp32"), range(1, 21), rel_norm=1e-3)
+    none = curve(STAGE, 2, *flags, "--compression", "none")
+    assert_same_curve(none, curve(STAGE, 2, *flags, *ALL, "fp32"), range(1, 21), rel_norm=1e-3)
 
 
 @pytest.mark.law4
@@ -243,10 +243,10 @@ def test_a_full_spectrum_in_fp32_equals_none(curve):
 def test_a_compressed_run_resumes_to_the_last_bit(tmp_path, curve):
     """The hook keeps nothing from step to step, so a checkpoint holds nothing of it."""
     flags = (*SMALL, "--lr-scheduler", "constant", "--shard-size", 1, "--compression", "dct")
-    whole = curve(RUNG, 2, *flags, "--max-steps", 8)
+    whole = curve(STAGE, 2, *flags, "--max-steps", 8)
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    run(RUNG, 2, *flags, *named, "--max-steps", 5)
-    run(RUNG, 2, *named, "--max-steps", 8)  # the flags stand in the checkpoint
+    run(STAGE, 2, *flags, *named, "--max-steps", 5)
+    run(STAGE, 2, *named, "--max-steps", 8)  # the flags stand in the checkpoint
     assert same_bits(whole, metrics(tmp_path / "a"), range(1, 9))
 
 
@@ -254,7 +254,7 @@ def test_what_a_run_says_of_its_traffic(tmp_path):
     """Logged bytes are those of the formula."""
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     flags = ("--max-steps", "4", *SMALL, "--shard-size", 1)
-    out = run(RUNG, 2, *flags, "--compression", "int8", *named).out
+    out = run(STAGE, 2, *flags, "--compression", "int8", *named).out
     lines = metrics(tmp_path / "a")
     dense = 664_448 * 4  # half of it twice
     sent = lines[4]["comm/bytes_per_step"]
@@ -274,7 +274,7 @@ def test_flags_reach_the_hook_and_indices_change(tmp_path):
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     flags = ("--max-steps", "40", *SMALL, "--shard-size", 1, "--compression", "randk")
     flags = (*flags, "--keep-ratio", "0.25", "--chunk", "64", "--wire-dtype", "int4")
-    run(RUNG, 2, *flags, *named, path=mutant(tmp_path, RUNG, *edits))
+    run(STAGE, 2, *flags, *named, path=mutant(tmp_path, STAGE, *edits))
     seen = [json.loads((tmp_path / f"seen-{rank}").read_text()) for rank in (0, 1)]
     modules = 4  # three blocks and the root, which holds the two tables
     assert seen[0] == seen[1] and len(seen[0]) == 40 * modules
@@ -290,7 +290,7 @@ def test_flags_reach_the_hook_and_indices_change(tmp_path):
 @pytest.mark.slow
 def test_one_replica_has_nothing_to_compress(tmp_path):
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    out = run(RUNG, 2, "--max-steps", "2", *SMALL, *named).out
+    out = run(STAGE, 2, "--max-steps", "2", *SMALL, *named).out
     assert "1 replica(s) of 2 shard(s), compression none\n" in out
     assert "nothing to compress: --shard-size 1 makes each process a replica\n" in out
     assert metrics(tmp_path / "a")[2]["comm/bytes_per_step"] == 0
@@ -302,11 +302,11 @@ def test_one_replica_has_nothing_to_compress(tmp_path):
     ("processes", "more"),
     [(2, ("--compile",)), (4, ("--dtype", "bf16", "--activation-checkpointing"))],
 )
-def test_it_works_with_what_the_other_rungs_have(tmp_path, processes, more):
+def test_it_works_with_what_the_other_stages_have(tmp_path, processes, more):
     flags = ("--max-steps", "6", *SMALL, "--max-grad-norm", "0.1", *more)
     flags = (*flags, "--shard-size", processes // 2, "--compression", "randk")
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    result = run(RUNG, processes, *flags, *named, path=checked(tmp_path))
+    result = run(STAGE, processes, *flags, *named, path=checked(tmp_path))
     assert "equal after step 6" in result.out
     assert metrics(tmp_path / "a")[6]["train/loss"] < metrics(tmp_path / "a")[1]["train/loss"]
 
@@ -317,8 +317,8 @@ def test_a_compressed_run_goes_on_with_other_replicas(tmp_path):
     """Nothing of the hook is in the checkpoint, so any mesh takes it up, and any mode."""
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
     flags = (*SMALL, "--lr-scheduler", "constant", *named)
-    run(RUNG, 4, *flags, "--shard-size", 1, "--compression", "randk", "--max-steps", 20)
-    out = run(RUNG, 4, *flags, "--shard-size", 2, "--compression", "int8", "--max-steps", 25).out
+    run(STAGE, 4, *flags, "--shard-size", 1, "--compression", "randk", "--max-steps", 20)
+    out = run(STAGE, 4, *flags, "--shard-size", 2, "--compression", "int8", "--max-steps", 25).out
     assert "resumed from" in out
     lines = metrics(tmp_path / "a")
     assert list(lines) == list(range(1, 26))

@@ -17,17 +17,17 @@ import benchmark
 import figures
 import pytest
 import traps
-from conftest import ROOT, RUNGS, SUPPORT, environment, finish, load, script
-from test_ladder import PAIRS, changed_lines, git_diff
+from conftest import ROOT, STAGES, SUPPORT, environment, finish, load, script
+from test_stages import PAIRS, changed_lines, git_diff
 
 pytestmark = pytest.mark.law6
 
-BELOW = {rung: below for below, rung in PAIRS}
-CHAPTERS = [f"{rung}/README.md" for rung in RUNGS]
+BELOW = {stage: below for below, stage in PAIRS}
+CHAPTERS = [f"{stage}/README.md" for stage in STAGES]
 MEASUREMENTS = "outputs/measured/README.md"
 GLOSSARY = "GLOSSARY.md"
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "outputs/README.md", MEASUREMENTS, GLOSSARY, *CHAPTERS]
-TOYS = {rung: ROOT / rung / "toy.py" for rung in RUNGS}
+TOYS = {stage: ROOT / stage / "toy.py" for stage in STAGES}
 TOYS["01-single-gpu"] = ROOT / "01-single-gpu" / "skeleton.py"
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS if (ROOT / name).exists()}
 SMALL = SUPPORT / "small"
@@ -49,8 +49,8 @@ FIRST_SECTIONS = [
 ]
 
 
-def rung_of(name):
-    """The rung whose chapter a document is, None for others."""
+def stage_of(name):
+    """The stage whose chapter a document is, None for others."""
     return name.split("/")[0] if name in CHAPTERS else None
 
 
@@ -105,7 +105,7 @@ def bash(block, folder):
     )
 
 
-# A run of each rung. All other blocks are left to the slow tests.
+# A run of each stage. All other blocks are left to the slow tests.
 QUICK_BLOCKS = [("README.md", [0])]
 # Each block of the README stands alone. The blocks of a chapter are run in order, by one test.
 BLOCKS = [("README.md", [n]) for n in range(len(fences(TEXTS["README.md"], "bash run")))]
@@ -121,7 +121,7 @@ BLOCKS += [(name, list(range(len(fences(TEXTS[name], "bash run"))))) for name in
 )
 def test_commands_run(name, numbers, tmp_path):
     """Word for word, from the root of a copy of the repository."""
-    folder = copy_of_the_repository(tmp_path / "ladder")
+    folder = copy_of_the_repository(tmp_path / "course")
     for number in numbers:
         block = fences(TEXTS[name], "bash run")[number]
         result = bash(block, folder)
@@ -137,9 +137,9 @@ def test_there_are_commands_to_run(name):
 
 
 @cache
-def full_diff(below, rung):
+def full_diff(below, stage):
     """The lines of `git diff --no-index` with all of the context, without its head."""
-    lines = [line.rstrip() for line in git_diff(below, rung, "-U100000").splitlines()]
+    lines = [line.rstrip() for line in git_diff(below, stage, "-U100000").splitlines()]
     return lines[1 + next(n for n, line in enumerate(lines) if line.startswith("@@")) :]
 
 
@@ -161,15 +161,15 @@ def places(block, lines, start=0):
 
 
 def wrong_quotes(name, text):
-    """Lines in ```diff and ```python blocks that are not those of the chapter's rung."""
-    rung, problems = rung_of(name), []
-    diff = full_diff(BELOW[rung], rung) if rung in BELOW else []
+    """Lines in ```diff and ```python blocks that are not those of the chapter's stage."""
+    stage, problems = stage_of(name), []
+    diff = full_diff(BELOW[stage], stage) if stage in BELOW else []
     for block in fences(text, "diff"):
         if places(block, diff) is None:
             problems.append(f"{name}: not so in the diff:\n{block}")
-    sources = [ROOT / "logs_and_checkpoints.py", *([script(rung), TOYS[rung]] if rung else [])]
+    sources = [ROOT / "logs_and_checkpoints.py", *([script(stage), TOYS[stage]] if stage else [])]
     sources = [path.read_text().splitlines() for path in sources]
-    for block in fences(text, "python") if rung else []:
+    for block in fences(text, "python") if stage else []:
         if all(places(block, lines) is None for lines in sources):
             problems.append(f"{name}: not so in the scripts:\n{block}")
     return problems
@@ -177,10 +177,10 @@ def wrong_quotes(name, text):
 
 def unexplained_hunks(name, text):
     """Hunks of the diff, runs of changed lines, of which no block quotes a changed line."""
-    rung = rung_of(name)
-    if rung not in BELOW:
+    stage = stage_of(name)
+    if stage not in BELOW:
         return []
-    diff, quoted, end = full_diff(BELOW[rung], rung), set(), 0
+    diff, quoted, end = full_diff(BELOW[stage], stage), set(), 0
     for block in fences(text, "diff"):
         # In reading order if it can be, for some lines are in several hunks.
         found = places(block, diff, end) or places(block, diff) or []
@@ -196,8 +196,8 @@ def unexplained_hunks(name, text):
 
 
 def wrong_counts(name, text):
-    """`NN changed lines` that are not so, in a chapter between its rung and the last."""
-    pairs = [(BELOW[rung_of(name)], rung_of(name))] if rung_of(name) in BELOW else PAIRS
+    """`NN changed lines` that are not so, in a chapter between its stage and the last."""
+    pairs = [(BELOW[stage_of(name)], stage_of(name))] if stage_of(name) in BELOW else PAIRS
     true = {str(changed_lines(*pair)) for pair in pairs}
     found = set(re.findall(r"(\d+)\s+changed\s+lines", text))
     return [f"{name}: {count} changed lines, not {sorted(true)}" for count in found - true]
@@ -205,22 +205,22 @@ def wrong_counts(name, text):
 
 def incomplete_toys(name, text):
     """A chapter's toy is quoted as it is in the file, all of it."""
-    rung = rung_of(name)
-    if not rung:
+    stage = stage_of(name)
+    if not stage:
         return []
-    whole = TOYS[rung].read_text().strip()
+    whole = TOYS[stage].read_text().strip()
     quoted = any(block.strip() == whole for block in fences(text, "python"))
-    return [] if quoted else [f"{name}: {TOYS[rung].name} is not quoted as it is"]
+    return [] if quoted else [f"{name}: {TOYS[stage].name} is not quoted as it is"]
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_a_toy_prints_what_its_chapter_shows(rung, tmp_path):
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_toy_prints_what_its_chapter_shows(stage, tmp_path):
     """Lines of several processes come in any order, and one may come before another has ended."""
-    if rung == RUNGS[0] and sys.version_info[:2] != (3, 11):
+    if stage == STAGES[0] and sys.version_info[:2] != (3, 11):
         pytest.skip("the losses are those of the text that comes with Python 3.11")
-    section = TEXTS[f"{rung}/README.md"].split("\n## A toy\n")[1].split("\n## ")[0]
+    section = TEXTS[f"{stage}/README.md"].split("\n## A toy\n")[1].split("\n## ")[0]
     command, shown = fences(section, "bash run")[0], fences(section, "text")[0]
-    result = bash(command, copy_of_the_repository(tmp_path / "ladder"))
+    result = bash(command, copy_of_the_repository(tmp_path / "course"))
     assert result.returncode == 0, result.err
     lines = [line for line in shown.splitlines() if line]
     for line in set(lines):
@@ -234,7 +234,7 @@ def test_a_toy_prints_what_its_chapter_shows(rung, tmp_path):
 def missing_paths(name, text):
     """Files that are named, in backticks or in commands, and are not there."""
     words = " ".join(re.findall(r"`([^`\n]+)`", prose(text)) + commands(text)).split()
-    problems, top = [], {path.name for path in ROOT.iterdir()} | set(RUNGS)
+    problems, top = [], {path.name for path in ROOT.iterdir()} | set(STAGES)
     for word in {word.strip("\"',;:()").lstrip("@").split("::")[0] for word in words}:
         first, _, rest = word.partition("/")
         ours = first in top and rest and not (first == "outputs" and rest[:8] != "measured")
@@ -284,30 +284,30 @@ def broken_links(name, text):
 
 
 @cache
-def flags_of(rung):
-    """The flags that the rung's --help shows."""
+def flags_of(stage):
+    """The flags that the stage's --help shows."""
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown):
-        patch.setattr(sys, "argv", [str(script(rung)), "--help"])
+        patch.setattr(sys, "argv", [str(script(stage)), "--help"])
         with contextlib.suppress(SystemExit):
-            load(rung).parse_args()
+            load(stage).parse_args()
     return set(re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", shown.getvalue()))
 
 
 def unknown_flags(name, text):
-    """Flags that neither the rung has which a command or paragraph names, nor a launcher. A chapter
-    speaks of its own rung; the README of all, unless it names one."""
-    home = {rung_of(name)} if rung_of(name) else set(RUNGS)
+    """Flags that neither the stage has which a command or paragraph names, nor a launcher. A
+    chapter speaks of its own stage; the README of all, unless it names one."""
+    home = {stage_of(name)} if stage_of(name) else set(STAGES)
     parts = [(line, True) for line in commands(text)]
     parts += [(paragraph, False) for paragraph in re.split(r"\n\s*\n", prose(text))]
     problems = []
     for part, is_command in parts:
-        named = {r for r in RUNGS if re.search(rf"\b{r[:2]}\b", part)}
+        named = {r for r in STAGES if re.search(rf"\b{r[:2]}\b", part)}
         named |= {"05-multinode"} if re.search(r"run\.sh|\.sbatch", part) else set()
-        rungs = (named or home) if is_command else (named | home)
-        known = set().union(*(flags_of(rung) for rung in rungs)) | set(LAUNCHERS.split())
+        stages = (named or home) if is_command else (named | home)
+        known = set().union(*(flags_of(stage) for stage in stages)) | set(LAUNCHERS.split())
         for flag in sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", part)) - known):
-            problems.append(f"{name}: {flag} is no flag of {sorted(rungs)}")
+            problems.append(f"{name}: {flag} is no flag of {sorted(stages)}")
     return problems
 
 
@@ -391,16 +391,17 @@ def praise(name, text):
 
 def bad_form(name, text):
     """A chapter has its sections in order, what it promises, pictures, experiments, answers."""
-    rung, lines = rung_of(name), text.splitlines()
-    if not rung:
+    stage, lines = stage_of(name), text.splitlines()
+    if not stage:
         return []
     sections = [line[3:] for line in lines if line.startswith("## ")]
-    expected = SECTIONS if rung in BELOW else FIRST_SECTIONS
+    expected = SECTIONS if stage in BELOW else FIRST_SECTIONS
     head = text.split("\n## ")[0]
     promises = ["**You will be able to**", "**You need**", "**Time**"]
     folded = {part.split("\n")[0]: part.count("<details>") for part in text.split("\n## ")}
+    title = f"# Stage {stage[:2]}: "
     found = {
-        f"its title is not that of rung {rung[:2]}": not text.startswith(f"# Rung {rung[:2]}: "),
+        f"its title is not that of stage {stage[:2]}": not text.startswith(title),
         f"{len(lines)} lines are too few for a chapter": len(lines) < 150,
         "it has no picture": "![" not in text,
         f"it does not begin with {promises}": not all(promise in head for promise in promises),
@@ -434,14 +435,14 @@ FAULTS = [
     (missing_paths, "See `tests/no_such.py`."),
     (missing_paths, "See `no_such.sh`."),
     (missing_paths, "```bash\npython 02-ddp/train.py -e a\n```\n"),
-    (missing_tests, "See `tests/test_ladder.py::test_no_such`."),
+    (missing_tests, "See `tests/test_stages.py::test_no_such`."),
     (broken_links, "See [it](../03-fsdp/no-such.py)."),
     (broken_links, "# One\n\nSee [it](#two)."),
     (unknown_flags, "`--compression` sets it."),
     (unknown_flags, "```bash\npython 01-single-gpu/train-llm.py \\\n    --cpu-offload\n```\n"),
     (unknown_measurements, "`python tests/benchmarks/benchmark.py no-such`"),
     (praise, "An Elegant way."),
-    (bad_form, "# Rung 02: all too short\n"),
+    (bad_form, "# Stage 02: all too short\n"),
     (incomplete_toys, "```python\nimport torch\n```\n"),
     (terms_without_a_link, "Each rank has one."),
 ]
@@ -452,10 +453,10 @@ def test_a_check_finds_its_fault(check, text):
     assert check("02-ddp/README.md", text)
 
 
-@pytest.mark.parametrize("rung", BELOW)
-def test_each_hunk_that_is_left_out_is_missed(rung):
+@pytest.mark.parametrize("stage", BELOW)
+def test_each_hunk_that_is_left_out_is_missed(stage):
     """A chapter that quotes all of the diff is true. Without a hunk it lacks that one."""
-    name, diff = f"{rung}/README.md", full_diff(BELOW[rung], rung)
+    name, diff = f"{stage}/README.md", full_diff(BELOW[stage], stage)
     hunks = groupby(diff, lambda line: line[:1] in ("+", "-"))
     hunks = ["".join(f"{line}\n" for line in hunk) for changed, hunk in hunks if changed]
     blocks = [f"```diff\n{hunk}```\n" for hunk in hunks]

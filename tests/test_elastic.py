@@ -1,4 +1,4 @@
-"""Rung 05: the set of machines may change at any time, and the experiment does not notice."""
+"""Stage 05: the set of machines may change at any time, and the experiment does not notice."""
 
 import random
 import signal
@@ -196,7 +196,7 @@ def test_an_error_that_comes_again_ends_the_job(tmp_path):
 
 @pytest.mark.slow
 def test_a_mistake_in_the_data_ends_the_job_at_once(tmp_path):
-    """Rung 06 meets it during the run, and a restart would meet it again. File 3 is broken."""
+    """Stage 06 meets it during the run, and a restart would meet it again. File 3 is broken."""
     (tmp_path / "data").mkdir()
     good = '{"text": "A document."}'
     for name, line in (("1", good), ("2", good), ("3", "{broken")):

@@ -14,8 +14,8 @@ import termios
 import pytest
 from conftest import (
     ROOT,
-    RUNGS,
     SMALL,
+    STAGES,
     environment,
     exact,
     finish,
@@ -25,7 +25,7 @@ from conftest import (
     script,
     start,
 )
-from ladder import builds_on
+from stages import builds_on
 
 pytestmark = pytest.mark.law5
 
@@ -36,7 +36,7 @@ QUICK = [("02-ddp", 1)]
     ("flags", "last", "lines_at_least"),
     [(["--max-steps", "20"], 4.3, 3), pytest.param([], 2.3, 15, marks=pytest.mark.slow)],
 )
-def test_rung_01_without_an_argument(flags, last, lines_at_least, tmp_path):
+def test_stage_01_without_an_argument(flags, last, lines_at_least, tmp_path):
     """From ln 384 to below 2.3 nats per byte, a log line every few steps, a sample of text. The
     quick set takes its first seconds."""
     process = subprocess.Popen(
@@ -67,27 +67,27 @@ def test_rung_01_without_an_argument(flags, last, lines_at_least, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rung", "processes"),
+    ("stage", "processes"),
     [
-        pytest.param(rung, n, marks=() if (rung, n) in QUICK else pytest.mark.slow)
-        for rung in RUNGS[1:]
+        pytest.param(stage, n, marks=() if (stage, n) in QUICK else pytest.mark.slow)
+        for stage in STAGES[1:]
         for n in (1, 3)
     ],
 )
-def test_rungs_run_on_any_number_of_processes(rung, processes, tmp_path):
+def test_stages_run_on_any_number_of_processes(stage, processes, tmp_path):
     """From any working directory, and with few lines that are not ours. On 2 and 4 processes they
     run in the tests of law 1. torchrun may say something too, so one of them is started."""
-    few = (*exact(rung, processes), *SMALL, "--max-steps", "2")
-    result = run(rung, processes, *few, cwd=tmp_path, launched=rung == "05-multinode")
+    few = (*exact(stage, processes), *SMALL, "--max-steps", "2")
+    result = run(stage, processes, *few, cwd=tmp_path, launched=stage == "05-multinode")
     units = {"07-tensor-parallel": "tensor group(s) of 1 rank(s)"}
     units["08-pipeline-parallel"] = "pipeline(s) of 1 stage(s)"
-    unit = units.get(rung, "rank(s)")
+    unit = units.get(stage, "rank(s)")
     assert f"8 sequences per step = {processes} {unit} × " in result.out
     foreign = [line for line in result.err.splitlines() if line.strip()]
     assert len(foreign) <= 5, foreign
 
 
-def test_rung_01_under_torchrun():
+def test_stage_01_under_torchrun():
     result = finish(start(script("01-single-gpu"), 1, *SMALL, "--max-steps", "2"))
     assert result.returncode == 0, result.err
     assert "step     2/2" in result.out
@@ -159,22 +159,22 @@ def test_ctrl_c_ends_in_one_line(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("sigint")
-@pytest.mark.parametrize("rung", ["02-ddp", "05-multinode"])
-def test_ctrl_c_under_torchrun(rung, tmp_path):
-    """The line comes again after torchrun's traceback. Rung 05 saves first, and loses nothing."""
-    named = ("-e", "a", "--save-dir", tmp_path, "--ckpt-freq", "4", *exact(rung, 2))
-    result = interrupt(start(script(rung), 2, *ENDLESS, *named))
+@pytest.mark.parametrize("stage", ["02-ddp", "05-multinode"])
+def test_ctrl_c_under_torchrun(stage, tmp_path):
+    """The line comes again after torchrun's traceback. Stage 05 saves first, and loses nothing."""
+    named = ("-e", "a", "--save-dir", tmp_path, "--ckpt-freq", "4", *exact(stage, 2))
+    result = interrupt(start(script(stage), 2, *ENDLESS, *named))
     saved = saved_step(tmp_path)
     said = f"stopped by Ctrl-C, the same command goes on from step {saved}"
     assert result.err.splitlines()[-1] == said
     assert result.err.count(said) == 2
-    assert saved >= 6 if rung == "05-multinode" else saved % 4 == 0
+    assert saved >= 6 if stage == "05-multinode" else saved % 4 == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["02-ddp", "05-multinode"])
-def test_a_mistake_is_the_last_line_under_torchrun(rung):
-    result = finish(start(script(rung), 2, "--lr", "0"))
+@pytest.mark.parametrize("stage", ["02-ddp", "05-multinode"])
+def test_a_mistake_is_the_last_line_under_torchrun(stage):
+    result = finish(start(script(stage), 2, "--lr", "0"))
     assert result.returncode != 0
     said = "train-llm.py: error: argument --lr: 0: must be above 0 and below 2**63; "
     assert result.err.splitlines()[-1].startswith(said)
@@ -223,11 +223,11 @@ def test_the_first_line_comes_before_the_imports(tmp_path):
     assert second == "the first import"
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_help_shows_examples_and_every_default(rung):
+@pytest.mark.parametrize("stage", STAGES)
+def test_help_shows_examples_and_every_default(stage):
     """A flag has its default in its help, or a word that says what happens without it."""
-    out = finish(fork(script(rung), 1 if rung != "01-single-gpu" else None, "--help")).out
-    examples = load(rung).__doc__.split("\n\n")[2]
+    out = finish(fork(script(stage), 1 if stage != "01-single-gpu" else None, "--help")).out
+    examples = load(stage).__doc__.split("\n\n")[2]
     assert examples in out
     text = " ".join(out.split())
     assert "compression" not in text or "default: int8" in text
@@ -240,16 +240,16 @@ def test_help_shows_examples_and_every_default(rung):
             assert "default" in flags, flags
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_help_has_a_line_for_each_flag(rung):
-    result = finish(fork(script(rung), 1 if rung != "01-single-gpu" else None, "--help"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_help_has_a_line_for_each_flag(stage):
+    result = finish(fork(script(stage), 1 if stage != "01-single-gpu" else None, "--help"))
     assert result.returncode == 0
     for flag in ("--experiment-name", "--global-batch-size", "--comet-offline", "--lr-scheduler"):
         assert flag in result.out
-    assert ("--cpu-offload" in result.out) == builds_on(rung, "03-fsdp")
-    assert ("--compression" in result.out) == builds_on(rung, "04-compression")
-    assert ("--timeout" in result.out) == builds_on(rung, "05-multinode")
-    assert ("--data-streams" in result.out) == builds_on(rung, "06-streaming")
+    assert ("--cpu-offload" in result.out) == builds_on(stage, "03-fsdp")
+    assert ("--compression" in result.out) == builds_on(stage, "04-compression")
+    assert ("--timeout" in result.out) == builds_on(stage, "05-multinode")
+    assert ("--data-streams" in result.out) == builds_on(stage, "06-streaming")
 
 
 def test_a_command_of_the_older_course_is_accepted(tmp_path):

@@ -27,13 +27,13 @@ sys.stderr.write("to the other stream\\n")
 """
 
 
-@pytest.mark.parametrize(("rung", "processes"), [("01-single-gpu", None), ("03-fsdp", 2)])
-def test_forked_and_started_runs_write_the_same_metrics(rung, processes, tmp_path):
+@pytest.mark.parametrize(("stage", "processes"), [("01-single-gpu", None), ("03-fsdp", 2)])
+def test_forked_and_started_runs_write_the_same_metrics(stage, processes, tmp_path):
     flags = ("-e", "a", *SMALL, "--max-steps", 4, "--log-freq", 1, "--eval-freq", 2)
     lines = {}
     for way, begin in WAYS.items():
         folder = tmp_path / way
-        process = begin(script(rung), processes, *flags, "--save-dir", folder)
+        process = begin(script(stage), processes, *flags, "--save-dir", folder)
         result = finish(process)
         assert result.returncode == 0, result.err
         assert isinstance(process, forked.ForkedRun) == (way == "forked")

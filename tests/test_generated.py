@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from conftest import RUNGS, data_args, load
+from conftest import STAGES, data_args, load
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +18,8 @@ PROFILE = settings.get_profile("generated")
 
 
 @pytest.fixture(scope="module")
-def rungs():
-    return {rung: load(rung) for rung in RUNGS}
+def stages():
+    return {stage: load(stage) for stage in STAGES}
 
 
 def is_taken(function, capsys):
@@ -58,18 +58,18 @@ rows = st.lists(st.dictionaries(names, values, max_size=3), max_size=8)
 
 @settings(PROFILE)
 @given(rows=rows, train_on_prompt=st.booleans())
-def test_rows_are_taken_or_refused_in_one_line(rows, train_on_prompt, rungs, tmp_path, capsys):
-    rung = rungs["01-single-gpu"]
+def test_rows_are_taken_or_refused_in_one_line(rows, train_on_prompt, stages, tmp_path, capsys):
+    stage = stages["01-single-gpu"]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
-    tokenizer = rung.byte_tokenizer()
+    tokenizer = stage.byte_tokenizer()
     args = data_args(path, 8, train_on_prompt=train_on_prompt)
-    config, _, _ = rung.load_config("tiny", False)
+    config, _, _ = stage.load_config("tiny", False)
 
     def read():
-        with rung.reading(f"--dataset-name {path}"):
-            train, held_out = rung.load_data(args, tokenizer)
-            rung.contents_of(args, config, tokenizer, train, held_out)
+        with stage.reading(f"--dataset-name {path}"):
+            train, held_out = stage.load_data(args, tokenizer)
+            stage.contents_of(args, config, tokenizer, train, held_out)
             for data in (train, held_out):
                 for row in data:
                     assert len(row["input_ids"]) == len(row.get("labels", row["input_ids"])) == 8
@@ -90,11 +90,11 @@ flag_values = st.one_of(
 )
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("stage", STAGES)
 @settings(PROFILE)
 @given(data=st.data())
-def test_flags_are_taken_or_refused_in_one_line(rung, data, rungs, tmp_path, capsys, monkeypatch):
-    script = rungs[rung]
+def test_flags_are_taken_or_refused_in_one_line(stage, data, stages, tmp_path, capsys, monkeypatch):
+    script = stages[stage]
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**variables, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -119,9 +119,9 @@ def test_flags_are_taken_or_refused_in_one_line(rung, data, rungs, tmp_path, cap
 @settings(PROFILE)
 @given(content=st.binary(max_size=200))
 def test_files_of_flags_are_taken_or_refused_in_one_line(
-    content, rungs, tmp_path, capsys, monkeypatch
+    content, stages, tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "flags.txt").write_bytes(content)
     words = [f"@{tmp_path}/flags.txt", f"--save-dir={tmp_path}"]
     monkeypatch.setattr("sys.argv", ["train-llm.py", *words])
-    is_taken(rungs["01-single-gpu"].parse_args, capsys)
+    is_taken(stages["01-single-gpu"].parse_args, capsys)

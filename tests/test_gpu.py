@@ -10,15 +10,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
-RUNGS = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
-RUNGS += [("05-multinode", 1), ("07-tensor-parallel", 1), ("08-pipeline-parallel", 1)]
+STAGES = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
+STAGES += [("05-multinode", 1), ("07-tensor-parallel", 1), ("08-pipeline-parallel", 1)]
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize(("rung", "processes"), RUNGS[1:])
-def test_the_rungs_agree_on_a_gpu(rung, processes, curve):
+@pytest.mark.parametrize(("stage", "processes"), STAGES[1:])
+def test_the_stages_agree_on_a_gpu(stage, processes, curve):
     one = curve("01-single-gpu", 1, *FEW, "--dtype", "fp32")
-    assert_same_curve(one, curve(rung, processes, *FEW, "--dtype", "fp32"), range(1, 21))
+    assert_same_curve(one, curve(stage, processes, *FEW, "--dtype", "fp32"), range(1, 21))
 
 
 @pytest.mark.law1
@@ -29,22 +29,22 @@ def test_a_gpu_gives_the_curve_of_a_cpu(curve):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize(("rung", "processes"), RUNGS)
-def test_mixed_precision(rung, processes, dtype, curve):
-    if (rung, dtype) == ("08-pipeline-parallel", "fp16"):
-        pytest.skip("rung 08 refuses fp16")
-    fp32 = curve(rung, processes, *FEW, "--dtype", "fp32")
-    mixed = curve(rung, processes, *FEW, "--dtype", dtype)
+@pytest.mark.parametrize(("stage", "processes"), STAGES)
+def test_mixed_precision(stage, processes, dtype, curve):
+    if (stage, dtype) == ("08-pipeline-parallel", "fp16"):
+        pytest.skip("stage 08 refuses fp16")
+    fp32 = curve(stage, processes, *FEW, "--dtype", "fp32")
+    mixed = curve(stage, processes, *FEW, "--dtype", dtype)
     assert mixed[20]["train/loss"] < mixed[1]["train/loss"]
     assert_same_curve(fp32, mixed, range(1, 5), rel_loss=1e-2, rel_norm=1e-1)
 
 
 @pytest.mark.law1
 @pytest.mark.parametrize("flag", ["--no-compile", "--activation-checkpointing", "--attn=eager"])
-@pytest.mark.parametrize(("rung", "processes"), RUNGS)
-def test_switches_leave_the_curve(rung, processes, flag, curve):
-    plain = curve(rung, processes, *FEW, "--dtype", "fp32")
-    switched = curve(rung, processes, *FEW, "--dtype", "fp32", flag)
+@pytest.mark.parametrize(("stage", "processes"), STAGES)
+def test_switches_leave_the_curve(stage, processes, flag, curve):
+    plain = curve(stage, processes, *FEW, "--dtype", "fp32")
+    switched = curve(stage, processes, *FEW, "--dtype", "fp32", flag)
     assert_same_curve(plain, switched, range(1, 5), rel_loss=1e-3, rel_norm=1e-2)
 
 

@@ -43,20 +43,20 @@ CHAT = [
 
 
 @pytest.fixture(scope="module")
-def rung_01(tmp_path_factory):
+def stage_01(tmp_path_factory):
     datasets.config.HF_DATASETS_CACHE = str(tmp_path_factory.mktemp("datasets"))
     return load("01-single-gpu")
 
 
 @pytest.fixture
-def tokenizer(rung_01):
-    return rung_01.byte_tokenizer()
+def tokenizer(stage_01):
+    return stage_01.byte_tokenizer()
 
 
-def tokens_of(rung_01, tokenizer, columns, row, train_on_prompt=False):
+def tokens_of(stage_01, tokenizer, columns, row, train_on_prompt=False):
     """(text, text that has a loss) of each example that a row gives."""
     rows = {name: [value] for name, value in zip(columns, row, strict=True)}
-    tokens = rung_01.tokenize(rows, columns, tokenizer, train_on_prompt)
+    tokens = stage_01.tokenize(rows, columns, tokenizer, train_on_prompt)
     examples = []
     for ids, labels in zip(tokens["input_ids"], tokens["labels"], strict=True):
         assert all(label in (token, -100) for token, label in zip(ids, labels, strict=True))
@@ -65,28 +65,28 @@ def tokens_of(rung_01, tokenizer, columns, row, train_on_prompt=False):
     return examples
 
 
-def test_two_strings_are_joined_as_they_are(rung_01, tokenizer):
+def test_two_strings_are_joined_as_they_are(stage_01, tokenizer):
     """The convention of TRL: no template, the end-of-text token after the completion."""
     tokenizer.chat_template = CHATML
-    examples = tokens_of(rung_01, tokenizer, ("prompt", "completion"), ("2 + 2 =", " 4"))
+    examples = tokens_of(stage_01, tokenizer, ("prompt", "completion"), ("2 + 2 =", " 4"))
     assert examples == [("2 + 2 = 4<|endoftext|>", " 4<|endoftext|>")]
 
 
 @pytest.mark.parametrize("request_text", [("Add.", "2 2"), ("Add.", ""), ("Add.", None)])
-def test_instructions_have_the_format_of_alpaca(request_text, rung_01, tokenizer):
-    tokenizer.chat_template = rung_01.CHAT_TEMPLATE
+def test_instructions_have_the_format_of_alpaca(request_text, stage_01, tokenizer):
+    tokenizer.chat_template = stage_01.CHAT_TEMPLATE
     columns = ("instruction", "input", "output")
-    [(text, trained_on)] = tokens_of(rung_01, tokenizer, columns, (*request_text, "4"))
+    [(text, trained_on)] = tokens_of(stage_01, tokenizer, columns, (*request_text, "4"))
     request = "\n\n".join(part for part in request_text if part)
     assert text == f"### Instruction:\n{request}\n\n### Response:\n4<|endoftext|>"
     assert trained_on == "4<|endoftext|>"
-    short = tokens_of(rung_01, tokenizer, ("instruction", "output"), ("Add.", "4"))
+    short = tokens_of(stage_01, tokenizer, ("instruction", "output"), ("Add.", "4"))
     assert short == [("### Instruction:\nAdd.\n\n### Response:\n4<|endoftext|>", "4<|endoftext|>")]
 
 
-def test_the_prompt_of_our_template_is_the_beginning_of_its_text(rung_01, tokenizer):
+def test_the_prompt_of_our_template_is_the_beginning_of_its_text(stage_01, tokenizer):
     """What is generated from later is what was trained on."""
-    tokenizer.chat_template = rung_01.CHAT_TEMPLATE
+    tokenizer.chat_template = stage_01.CHAT_TEMPLATE
     whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
     for number in (2, 4):
         prompt = tokenizer.apply_chat_template(
@@ -96,72 +96,72 @@ def test_the_prompt_of_our_template_is_the_beginning_of_its_text(rung_01, tokeni
         assert whole.startswith(prompt + CHAT[number]["content"] + "<|endoftext|>")
 
 
-def test_an_answer_is_what_the_template_adds_for_it(rung_01, tokenizer):
+def test_an_answer_is_what_the_template_adds_for_it(stage_01, tokenizer):
     """Without marks in the template: from the prompt for an answer to the end of its turn."""
     tokenizer.chat_template = CHATML
-    [(text, trained_on)] = tokens_of(rung_01, tokenizer, ("messages",), (CHAT,))
+    [(text, trained_on)] = tokens_of(stage_01, tokenizer, ("messages",), (CHAT,))
     assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_on == "groß 😀<|im_end|>\nYes.<|im_end|>\n"
-    lists = tokens_of(rung_01, tokenizer, ("prompt", "completion"), (CHAT[:2], CHAT[2:3]))
+    lists = tokens_of(stage_01, tokenizer, ("prompt", "completion"), (CHAT[:2], CHAT[2:3]))
     assert lists[0][1] == "groß 😀<|im_end|>\n"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_answers_in_a_prompt_have_no_loss(template, rung_01, tokenizer):
+def test_answers_in_a_prompt_have_no_loss(template, stage_01, tokenizer):
     """The convention of TRL: the loss is on the completion."""
     tokenizer.chat_template = template
     row = (CHAT[:4], CHAT[4:])
-    [(text, trained_on)] = tokens_of(rung_01, tokenizer, ("prompt", "completion"), row)
+    [(text, trained_on)] = tokens_of(stage_01, tokenizer, ("prompt", "completion"), row)
     assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_on == ("Yes.<|im_end|>\n" if template == CHATML else "Yes.")
 
 
-def test_values_that_are_missing_are_not_trained_on(rung_01, tokenizer):
+def test_values_that_are_missing_are_not_trained_on(stage_01, tokenizer):
     """`datasets` fills rows up with None. Parts of a content are one text."""
     columns = ("instruction", "input", "output")
-    tokenizer.chat_template = rung_01.CHAT_TEMPLATE
-    assert tokens_of(rung_01, tokenizer, columns, ("q", None, None)) == []
-    assert tokens_of(rung_01, tokenizer, ("prompt", "completion"), ("q", None)) == []
-    assert tokens_of(rung_01, tokenizer, ("messages",), (None,)) == []
+    tokenizer.chat_template = stage_01.CHAT_TEMPLATE
+    assert tokens_of(stage_01, tokenizer, columns, ("q", None, None)) == []
+    assert tokens_of(stage_01, tokenizer, ("prompt", "completion"), ("q", None)) == []
+    assert tokens_of(stage_01, tokenizer, ("messages",), (None,)) == []
     messages = [{"role": "user", "content": [{"type": "text", "text": "q"}], "tools": None}]
     messages += [{"role": "assistant", "content": "a", "tools": None}]
     for template in (MARKED, CHATML):
         tokenizer.chat_template = template.replace(
             "message.role +", 'message.role + (message.tools or "") +'
         )
-        [(_, trained_on)] = tokens_of(rung_01, tokenizer, ("messages",), (messages,))
+        [(_, trained_on)] = tokens_of(stage_01, tokenizer, ("messages",), (messages,))
         assert trained_on.startswith("a")
         assert "None" not in trained_on
 
 
-def test_a_greeting_is_no_answer(rung_01, tokenizer):
+def test_a_greeting_is_no_answer(stage_01, tokenizer):
     tokenizer.chat_template = CHATML
-    [(_, trained_on)] = tokens_of(rung_01, tokenizer, ("messages",), (CHAT[2:],))
+    [(_, trained_on)] = tokens_of(stage_01, tokenizer, ("messages",), (CHAT[2:],))
     assert trained_on == "Yes.<|im_end|>\n"
 
 
-def test_a_tokenizer_that_begins_texts_begins_conversations_so_too(rung_01, tmp_path, capsys):
+def test_a_tokenizer_that_begins_texts_begins_conversations_so_too(stage_01, tmp_path, capsys):
     """As Llama's does: what the model has seen at the start of each text in its pretraining."""
-    tokenizer = rung_01.byte_tokenizer()
+    tokenizer = stage_01.byte_tokenizer()
     rows = datasets.Dataset.from_dict({"instruction": ["q"], "output": ["a"]})
     begin = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     tokenizer.backend_tokenizer.post_processor = begin
-    columns = rung_01.choose_columns(rows, tokenizer, None, False)
-    [(text, _)] = tokens_of(rung_01, tokenizer, columns, ("q", "a"))
+    columns = stage_01.choose_columns(rows, tokenizer, None, False)
+    [(text, _)] = tokens_of(stage_01, tokenizer, columns, ("q", "a"))
     assert text == "<|endoftext|>### Instruction:\nq\n\n### Response:\na<|endoftext|>"
 
 
-def test_marks_of_a_template_say_what_an_answer_is(rung_01, tokenizer):
+def test_marks_of_a_template_say_what_an_answer_is(stage_01, tokenizer):
     tokenizer.chat_template = MARKED
-    [(text, trained_on)] = tokens_of(rung_01, tokenizer, ("messages",), (CHAT,))
+    [(text, trained_on)] = tokens_of(stage_01, tokenizer, ("messages",), (CHAT,))
     assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_on == "groß 😀Yes."
 
 
-def test_a_template_that_rewrites_earlier_answers_gives_an_example_each(rung_01, tokenizer):
+def test_a_template_that_rewrites_earlier_answers_gives_an_example_each(stage_01, tokenizer):
     """Each answer is trained on as it is written when it is the last one."""
     tokenizer.chat_template = REASONING
-    examples = tokens_of(rung_01, tokenizer, ("messages",), (CHAT,))
+    examples = tokens_of(stage_01, tokenizer, ("messages",), (CHAT,))
     texts = [tokenizer.apply_chat_template(CHAT[:n], tokenize=False) for n in (3, 5)]
     assert [text for text, _ in examples] == texts
     answers = ["<think></think>groß 😀<|im_end|>\n", "<think></think>Yes.<|im_end|>\n"]
@@ -169,27 +169,27 @@ def test_a_template_that_rewrites_earlier_answers_gives_an_example_each(rung_01,
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_what_has_no_answer_is_left_out(template, rung_01, tokenizer):
+def test_what_has_no_answer_is_left_out(template, stage_01, tokenizer):
     tokenizer.chat_template = template
     for messages in ([], CHAT[:2]) if template == CHATML else (CHAT[:2],):
-        assert tokens_of(rung_01, tokenizer, ("messages",), (messages,)) == []
+        assert tokens_of(stage_01, tokenizer, ("messages",), (messages,)) == []
 
 
-def test_train_on_prompt_counts_all_tokens(rung_01, tokenizer):
+def test_train_on_prompt_counts_all_tokens(stage_01, tokenizer):
     tokenizer.chat_template = CHATML
-    [(text, trained_on)] = tokens_of(rung_01, tokenizer, ("messages",), (CHAT,), True)
+    [(text, trained_on)] = tokens_of(stage_01, tokenizer, ("messages",), (CHAT,), True)
     assert trained_on == text
 
 
-def test_an_answer_that_a_sequence_cuts_goes_on_in_the_next(rung_01, tokenizer):
+def test_an_answer_that_a_sequence_cuts_goes_on_in_the_next(stage_01, tokenizer):
     """Packing cuts tokens and labels at the same places, and loses neither."""
     rows = {"prompt": ["ab", "c"] * 40, "completion": ["defgh", "ij"] * 40}
-    packer = rung_01.Packer(("prompt", "completion"), tokenizer, 5, False)
+    packer = stage_01.Packer(("prompt", "completion"), tokenizer, 5, False)
     cut = packer({name: values[:30] for name, values in rows.items()})
     more = packer({name: values[30:] for name, values in rows.items()})
     ids = sum([*cut["input_ids"], *more["input_ids"]], packer.leftover["input_ids"][:0])
     labels = sum([*cut["labels"], *more["labels"]], [])
-    whole = rung_01.tokenize(rows, ("prompt", "completion"), tokenizer, False)
+    whole = stage_01.tokenize(rows, ("prompt", "completion"), tokenizer, False)
     assert ids + packer.leftover["input_ids"] == sum(whole["input_ids"], [])
     assert labels + packer.leftover["labels"] == sum(whole["labels"], [])
     # abdefgh<eos>cij<eos>: the first sequence ends in the middle of the answer defgh.
@@ -198,11 +198,11 @@ def test_an_answer_that_a_sequence_cuts_goes_on_in_the_next(rung_01, tokenizer):
     assert [label == -100 for label in labels[:10]] == [c in "abc" for c in text]
 
 
-def test_a_token_over_the_border_belongs_to_the_answer(rung_01):
+def test_a_token_over_the_border_belongs_to_the_answer(stage_01):
     """Tokens of a prompt and its answer may be one: such as a space and the word after it."""
     vocabulary = {"<|endoftext|>": 0, "a": 1, "Ġ": 2, "b": 3, "Ġb": 4}
     tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[("Ġ", "b")])
-    tokens = rung_01.tokenize(
+    tokens = stage_01.tokenize(
         {"prompt": ["a "], "completion": ["b"]}, ("prompt", "completion"), tokenizer, False
     )
     assert tokens == {"input_ids": [[1, 4, 0]], "labels": [[-100, 4, 0]]}
@@ -222,10 +222,10 @@ WORDS = random.Random(0).choices(
 TEXT = [" ".join(WORDS[i : i + 30]) for i in range(0, len(WORDS), 30)]
 
 
-def loaded(rung_01, path, capsys, **more):
+def loaded(stage_01, path, capsys, **more):
     """The tokens with a loss of all sequences, as text; what was said; the tokenizer."""
-    tokenizer = rung_01.byte_tokenizer()
-    train, held_out = rung_01.load_data(data_args(path, 64, **more), tokenizer)
+    tokenizer = stage_01.byte_tokenizer()
+    train, held_out = stage_01.load_data(data_args(path, 64, **more), tokenizer)
     labels = []
     for part in (train, held_out):
         for row in part:
@@ -234,34 +234,34 @@ def loaded(rung_01, path, capsys, **more):
     return text, capsys.readouterr().out, tokenizer
 
 
-def test_alpaca_is_trained_on_its_answers(rung_01, tmp_path, capsys):
+def test_alpaca_is_trained_on_its_answers(stage_01, tmp_path, capsys):
     """Also if it has a column of text beside, as tatsu-lab/alpaca does."""
     rows = [{"instruction": "q", "input": "", "output": text, "text": f"q {text}"} for text in TEXT]
     path = write_rows(tmp_path / "alpaca.jsonl", *rows)
-    text, said, tokenizer = loaded(rung_01, path, capsys)
+    text, said, tokenizer = loaded(stage_01, path, capsys)
     assert text.startswith("<|endoftext|>".join(TEXT[:100]))
     assert "training on the answers in the columns instruction, input, output" in said
     assert "--text-column text" in said
-    assert tokenizer.chat_template == rung_01.CHAT_TEMPLATE
-    text, said, _ = loaded(rung_01, path, capsys, text_column="text")
+    assert tokenizer.chat_template == stage_01.CHAT_TEMPLATE
+    text, said, _ = loaded(stage_01, path, capsys, text_column="text")
     assert text.startswith(f"q {TEXT[0]}<|endoftext|>q {TEXT[1]}")
     assert said == "training on column 'text'\n"
-    text, said, _ = loaded(rung_01, path, capsys, train_on_prompt=True)
+    text, said, _ = loaded(stage_01, path, capsys, train_on_prompt=True)
     assert text.startswith(f"### Instruction:\nq\n\n### Response:\n{TEXT[0]}<|endoftext|>###")
     assert "training on prompts and answers" in said
 
 
-def test_ids_are_not_trained_on(rung_01, tmp_path, capsys):
+def test_ids_are_not_trained_on(stage_01, tmp_path, capsys):
     rows = [{"id": f"row{i}", "prompt": "q", "completion": text} for i, text in enumerate(TEXT)]
-    text, said, tokenizer = loaded(rung_01, write_rows(tmp_path / "d.jsonl", *rows), capsys)
+    text, said, tokenizer = loaded(stage_01, write_rows(tmp_path / "d.jsonl", *rows), capsys)
     assert text.startswith("<|endoftext|>".join(TEXT[:100]))
     assert "columns prompt, completion" in said
     assert tokenizer.chat_template is None
 
 
-def test_the_only_column_of_text_is_trained_on_and_said(rung_01, tmp_path, capsys):
+def test_the_only_column_of_text_is_trained_on_and_said(stage_01, tmp_path, capsys):
     rows = [{"number": i, "body": text} for i, text in enumerate(TEXT)]
-    text, said, _ = loaded(rung_01, write_rows(tmp_path / "d.jsonl", *rows), capsys)
+    text, said, _ = loaded(stage_01, write_rows(tmp_path / "d.jsonl", *rows), capsys)
     assert text.startswith(f"{TEXT[0]}<|endoftext|>")
     assert said == "training on column 'body'\n"
 
@@ -299,7 +299,7 @@ def test_a_file_with_another_ending_gets_the_list(tmp_path):
 
 
 @pytest.mark.parametrize("ending", [".csv", ".csv.gz", ".jsonl.gz", ".txt.gz", ".parquet", ".json"])
-def test_formats_of_files(ending, rung_01, tmp_path, capsys):
+def test_formats_of_files(ending, stage_01, tmp_path, capsys):
     path = tmp_path / f"my.data{ending}"
     frame = pandas.DataFrame({"text": TEXT})
     if ending.startswith(".csv"):
@@ -313,11 +313,11 @@ def test_formats_of_files(ending, rung_01, tmp_path, capsys):
     else:
         rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXT)
         path.write_bytes(gzip.compress(rows.encode()))
-    text, _, _ = loaded(rung_01, path, capsys)
+    text, _, _ = loaded(stage_01, path, capsys)
     assert text.startswith("<|endoftext|>".join(TEXT[:150]))
 
 
-def test_splits_of_chats_on_the_hub(rung_01, tmp_path, capsys):
+def test_splits_of_chats_on_the_hub(stage_01, tmp_path, capsys):
     """train_sft and test_sft, with the files laid out as the hub has them."""
     (tmp_path / "d" / "data").mkdir(parents=True)
     for split, texts in (("train_sft", TEXT[:150]), ("test_sft", TEXT[150:]), ("train_gen", ["x"])):
@@ -327,10 +327,10 @@ def test_splits_of_chats_on_the_hub(rung_01, tmp_path, capsys):
         ]
         frame = pandas.DataFrame({"prompt": "q", "messages": messages})
         frame.to_parquet(tmp_path / "d" / "data" / f"{split}-00000-of-00001.parquet")
-    text, said, _ = loaded(rung_01, tmp_path / "d", capsys)
+    text, said, _ = loaded(stage_01, tmp_path / "d", capsys)
     assert text.startswith("<|endoftext|>".join(TEXT[:100]))
-    train, held_out = rung_01.load_data(
-        data_args(tmp_path / "d", 64), tokenizer := rung_01.byte_tokenizer()
+    train, held_out = stage_01.load_data(
+        data_args(tmp_path / "d", 64), tokenizer := stage_01.byte_tokenizer()
     )
     assert TEXT[150] in "".join(tokenizer.decode(row["input_ids"]) for row in held_out)
     assert "columns messages" in said
@@ -363,11 +363,11 @@ OTHERS += [pytest.param(*other, marks=pytest.mark.slow) for other in SLOW]
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize(("rung", "processes", "flags"), OTHERS)
-def test_one_curve_on_instruction_data(rung, processes, flags, chats, curve):
+@pytest.mark.parametrize(("stage", "processes", "flags"), OTHERS)
+def test_one_curve_on_instruction_data(stage, processes, flags, chats, curve):
     """The loss is the mean over the answers of the global batch, however it is split."""
     one = curve("01-single-gpu", 1, *FEW, "-d", chats)
-    assert_same_curve(one, curve(rung, processes, *FEW, *flags, "-d", chats), range(1, 5))
+    assert_same_curve(one, curve(stage, processes, *FEW, *flags, "-d", chats), range(1, 5))
     everything = curve("01-single-gpu", 1, *FEW, "-d", chats, "--train-on-prompt")
     assert everything[1]["train/loss"] != one[1]["train/loss"]
 

@@ -1,4 +1,4 @@
-"""Rung 05 on real launchers: Slurm, and two hosts with a link between them."""
+"""Stage 05 on real launchers: Slurm, and two hosts with a link between them."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ class Job:
         self.variables = variables | {"SAVE_DIR": str(folder), "NPROC_PER_NODE": "1"}
         for name in [name for name in variables if name.startswith(("COMET", "MASTER_"))]:
             del self.variables[name]
-        self.variables |= {"LAST_CALL": "10", "HF_HOME": os.environ["LADDER_HF_HOME"]}
+        self.variables |= {"LAST_CALL": "10", "HF_HOME": os.environ["COURSE_HF_HOME"]}
         self.variables |= {"OMP_NUM_THREADS": "1"}
         flags = named(folder, steps)[4:]
         output = f"--output={folder}/job.log"

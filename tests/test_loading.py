@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from conftest import RUNGS, assert_same_curve, load, metrics, mutant, run
+from conftest import STAGES, assert_same_curve, load, metrics, mutant, run
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -87,14 +87,14 @@ CASES += [("mixtral", "04-compression", 4), ("llama-tied", "05-multinode", 3)]
 
 
 @pytest.mark.parametrize(
-    ("name", "rung", "processes"),
+    ("name", "stage", "processes"),
     [pytest.param(*c, marks=[] if c[:2] in QUICK else [pytest.mark.slow]) for c in CASES],
 )
-def test_what_is_read_is_what_is_exported(name, rung, processes, saved, tmp_path):
+def test_what_is_read_is_what_is_exported(name, stage, processes, saved, tmp_path):
     """From the files through shards to final_model: names and bits stay as they are."""
     more = ("--shard-size", 2) if processes == 4 else ()
     flags = (*ONE_STEP, "-m", saved(name), "--export-dtype", "bf16", *more)
-    run(rung, processes, *flags, "-e", "a", "--save-dir", tmp_path)
+    run(stage, processes, *flags, "-e", "a", "--save-dir", tmp_path)
     before, after = tensors(saved(name)), tensors(tmp_path / "a" / "final_model")
     assert before.keys() == after.keys()
     for key, tensor in before.items():
@@ -106,14 +106,14 @@ def test_what_is_read_is_what_is_exported(name, rung, processes, saved, tmp_path
     assert not any(info.values())
 
 
-@pytest.mark.parametrize("rung", ["05-multinode", pytest.param("03-fsdp", marks=pytest.mark.slow)])
-def test_checkpoints_of_shards_that_are_read_from_fp32(rung, saved, tmp_path):
+@pytest.mark.parametrize("stage", ["05-multinode", pytest.param("03-fsdp", marks=pytest.mark.slow)])
+def test_checkpoints_of_shards_that_are_read_from_fp32(stage, saved, tmp_path):
     """Then a shard is a view of what was read, and DCP's copy of it in the background failed."""
     model = AutoModelForCausalLM.from_pretrained(saved("llama-tied"), dtype=torch.float32)
     model.save_pretrained(tmp_path / "fp32")
-    more = ("--compression", "none", "--shard-size", 2) if rung == "05-multinode" else ()
+    more = ("--compression", "none", "--shard-size", 2) if stage == "05-multinode" else ()
     flags = (*ONE_STEP, "-m", tmp_path / "fp32", *more)
-    run(rung, 2, *flags, "-e", "a", "--save-dir", tmp_path)
+    run(stage, 2, *flags, "-e", "a", "--save-dir", tmp_path)
     before, after = tensors(tmp_path / "fp32"), tensors(tmp_path / "a" / "final_model")
     assert before.keys() == after.keys()
     assert all(torch.equal(after[key], before[key]) for key in before)
@@ -122,7 +122,7 @@ def test_checkpoints_of_shards_that_are_read_from_fp32(rung, saved, tmp_path):
 @pytest.mark.law1
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_shards_that_are_read_give_the_curve_of_rung_01(name, saved, curve):
+def test_shards_that_are_read_give_the_curve_of_stage_01(name, saved, curve):
     """With buffers, which are in no file: rotary frequencies, the scale of Gemma's embeddings."""
     flags = (*ONE_STEP, "--max-steps", "3", "-m", saved(name))
     one = curve("01-single-gpu", 1, *flags)
@@ -150,20 +150,20 @@ FROM_RANK_0 = {
 def test_architectures_that_rank_0_reads(kind, saved):
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    rung = load("03-fsdp")
+    stage = load("03-fsdp")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**FROM_RANK_0[kind]))
-    assert rung.find_weights(model, str(saved("mixtral")))[0] == []
+    assert stage.find_weights(model, str(saved("mixtral")))[0] == []
 
 
 def test_other_architectures_are_read_in_shards(saved):
     """The check above is not one that refuses everything."""
-    rung = load("03-fsdp")
+    stage = load("03-fsdp")
     for name in MODELS:
         config = transformers.AutoConfig.from_pretrained(saved(name))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        files, _ = rung.find_weights(model, str(saved(name)))
+        files, _ = stage.find_weights(model, str(saved(name)))
         assert len(files) == len(list(saved(name).glob("*.safetensors"))) > 1
 
 
@@ -184,10 +184,10 @@ def test_a_file_that_shards_cannot_be_read_from(saved, tmp_path, curve):
 
 
 @pytest.mark.parametrize(
-    "rung",
-    ["03-fsdp", *[pytest.param(r, marks=pytest.mark.slow) for r in RUNGS if r > "03-fsdp"]],
+    "stage",
+    ["03-fsdp", *[pytest.param(r, marks=pytest.mark.slow) for r in STAGES if r > "03-fsdp"]],
 )
-def test_weights_that_are_missing_are_named(rung, saved, tmp_path):
+def test_weights_that_are_missing_are_named(stage, saved, tmp_path):
     """One line, and not the random numbers that would be in their place."""
     folder = tmp_path / "m"
     shutil.copytree(saved("llama-tied"), folder)
@@ -197,23 +197,23 @@ def test_weights_that_are_missing_are_named(rung, saved, tmp_path):
     lost_weights = {key for key, file in index["weight_map"].items() if file == lost}
     index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != lost}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    result = run(rung, 2, *ONE_STEP, "-b", 1, "-m", folder, check=False)
+    result = run(stage, 2, *ONE_STEP, "-b", 1, "-m", folder, check=False)
     assert result.returncode != 0
     assert len(result.errors) == 1
     assert f"--model-name {folder}: it lacks weights for model.layers." in result.errors[0]
     assert lost_weights & {result.errors[0].split()[-1]}
 
 
-@pytest.mark.parametrize("rung", ["01-single-gpu", "03-fsdp"])
-def test_a_large_model_is_exported_in_several_files(rung, saved, tmp_path):
-    path = mutant(tmp_path, rung)
+@pytest.mark.parametrize("stage", ["01-single-gpu", "03-fsdp"])
+def test_a_large_model_is_exported_in_several_files(stage, saved, tmp_path):
+    path = mutant(tmp_path, stage)
     module = tmp_path / "logs_and_checkpoints.py"
     text = module.read_text()
     assert text.count('max_shard_size="5GB"') == 1
     module.write_text(text.replace('max_shard_size="5GB"', 'max_shard_size="50KB"'))
-    processes = 1 if rung == "01-single-gpu" else 2
+    processes = 1 if stage == "01-single-gpu" else 2
     flags = (*ONE_STEP, "-m", saved("mixtral"), "-e", "a", "--save-dir", tmp_path)
-    run(rung, processes, *flags, path=path)
+    run(stage, processes, *flags, path=path)
     folder = tmp_path / "a" / "final_model"
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 3

@@ -32,8 +32,8 @@ CONFIGS = {
     "gemma": transformers.GemmaConfig(**GROUPED, head_dim=8),
 }
 FEW = (*SMALL, "--max-steps", "4", "--log-freq", "1", "--dtype", "fp32")
-RUNGS = [("01-single-gpu", 1), ("03-fsdp", 2)]
-RUNGS += [pytest.param("02-ddp", 2, marks=pytest.mark.slow)]
+STAGES = [("01-single-gpu", 1), ("03-fsdp", 2)]
+STAGES += [pytest.param("02-ddp", 2, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +57,8 @@ def pretrained(tmp_path_factory):
     return folder_of
 
 
-def first_loss(curve, rung, processes, *flags):
-    return curve(rung, processes, *FEW, *flags)[1]["train/loss"]
+def first_loss(curve, stage, processes, *flags):
+    return curve(stage, processes, *FEW, *flags)[1]["train/loss"]
 
 
 def loss_of_first_batch(model, tokenizer):
@@ -77,14 +77,14 @@ def loss_of_first_batch(model, tokenizer):
 
 @pytest.mark.law1
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("rung", "processes"), RUNGS)
-def test_fine_tuning_starts_at_the_pretrained_loss(rung, processes, name, pretrained, curve):
-    """Not at ln 384: weights that a rung re-initialises by accident are the best-known bug."""
+@pytest.mark.parametrize(("stage", "processes"), STAGES)
+def test_fine_tuning_starts_at_the_pretrained_loss(stage, processes, name, pretrained, curve):
+    """Not at ln 384: weights that a stage re-initialises by accident are the best-known bug."""
     folder = pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = loss_of_first_batch(model, AutoTokenizer.from_pretrained(folder))
     assert expected < math.log(384) - 1
-    assert first_loss(curve, rung, processes, "-m", folder) == pytest.approx(expected, rel=1e-5)
+    assert first_loss(curve, stage, processes, "-m", folder) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.law1
@@ -136,13 +136,15 @@ def test_03_is_the_same_model_as_01(name, pretrained, tmp_path):
     """Weights, buffers, norms and ties after the meta device are those of a model built whole."""
     model = () if name == "tiny" else ("-m", pretrained(name))
     dumps = {}
-    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
-        to = tmp_path / rung / "dump"
+    for stage, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
+        to = tmp_path / stage / "dump"
         place = "    # Optimizer. Matrices"
         edit = (place, DUMP.replace("{DUMP_TO}", str(to)) + place)
-        path = mutant(tmp_path / rung, rung, edit)
-        run(rung, processes, *FEW, *model, path=path)
-        dumps[rung] = [pickle.loads(file.read_bytes()) for file in sorted(to.parent.glob("dump-*"))]
+        path = mutant(tmp_path / stage, stage, edit)
+        run(stage, processes, *FEW, *model, path=path)
+        dumps[stage] = [
+            pickle.loads(file.read_bytes()) for file in sorted(to.parent.glob("dump-*"))
+        ]
     assert len(dumps["03-fsdp"]) == 2
     (expected, ties, dtypes) = dumps["01-single-gpu"][0]
     assert dtypes == ["torch.float32"]
@@ -168,10 +170,10 @@ def test_03_holds_its_share_of_the_state(curve, processes):
     )  # fp32: p, its gradient, 2 moments
 
 
-@pytest.mark.parametrize(("rung", "processes"), RUNGS[1:])
-def test_final_model_is_the_trained_model(rung, processes, tmp_path):
+@pytest.mark.parametrize(("stage", "processes"), STAGES[1:])
+def test_final_model_is_the_trained_model(stage, processes, tmp_path):
     """from_pretrained opens it, and it has the evaluation loss that the run ended with."""
-    run(rung, processes, "-e", "a", "--save-dir", tmp_path, *FEW)
+    run(stage, processes, "-e", "a", "--save-dir", tmp_path, *FEW)
     folder = tmp_path / "a" / "final_model"
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
@@ -269,47 +271,47 @@ def packed(texts, length):
     return [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
 
 
-def read(rung_01, name):
-    return rung_01.load_data(data_args(name, 64), rung_01.load_config("tiny", False)[1])
+def read(stage_01, name):
+    return stage_01.load_data(data_args(name, 64), stage_01.load_config("tiny", False)[1])
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.parquet", "texts", "d.txt"])
-def test_formats_give_the_packed_documents(name, data_files, documents, rung_01):
+def test_formats_give_the_packed_documents(name, data_files, documents, stage_01):
     """Documents joined by EOS and cut. A .txt file is one document."""
-    train, held_out = read(rung_01, data_files / name)
+    train, held_out = read(stage_01, data_files / name)
     texts = ["\n".join(documents)] if name == "d.txt" else documents
     rows = [row["input_ids"].tolist() for part in (train, held_out) for row in part]
     assert rows == packed(texts, 64)
     assert len(held_out) == math.ceil(len(rows) / 20)
 
 
-def test_a_text_file_in_a_folder_below_is_one_document(rung_01, tmp_path):
+def test_a_text_file_in_a_folder_below_is_one_document(stage_01, tmp_path):
     (tmp_path / "d" / "train").mkdir(parents=True)
     (tmp_path / "d" / "train" / "a.txt").write_text("line\n" * 400)
-    train, _ = read(rung_01, tmp_path / "d")
+    train, _ = read(stage_01, tmp_path / "d")
     end_of_text = 0
     assert not any(end_of_text in row["input_ids"].tolist() for row in train)
 
 
-def test_a_tokenizer_without_eos_joins_documents_bare(rung_01):
-    tokenizer = rung_01.load_config("tiny", False)[1]
+def test_a_tokenizer_without_eos_joins_documents_bare(stage_01):
+    tokenizer = stage_01.load_config("tiny", False)[1]
     tokenizer.eos_token = None
-    packer = rung_01.Packer(("text",), tokenizer, 2, False)
+    packer = stage_01.Packer(("text",), tokenizer, 2, False)
     for text in ("ab", "c"):
         cut = packer({"text": [text, None]})
     assert cut == {"input_ids": []}
     assert tokenizer.decode(packer.leftover["input_ids"]) == "c"
 
 
-def test_a_test_split_is_what_is_evaluated_on(data_files, rung_01):
-    train, held_out = read(rung_01, data_files / "splits")
+def test_a_test_split_is_what_is_evaluated_on(data_files, stage_01):
+    train, held_out = read(stage_01, data_files / "splits")
     assert len(train) > 1000
     assert held_out[0]["input_ids"].tolist() == packed(["zzzz " * 60], 64)[0]
 
 
 @pytest.fixture(scope="session")
-def rung_01(tmp_path_factory):
-    """The functions of rung 01, for what need not run the whole script."""
+def stage_01(tmp_path_factory):
+    """The functions of stage 01, for what need not run the whole script."""
     datasets.config.HF_DATASETS_CACHE = str(tmp_path_factory.mktemp("datasets"))
     return load("01-single-gpu")
 
@@ -332,7 +334,7 @@ def test_one_process_of_a_node_tokenises(data_files, tmp_path):
 @pytest.mark.law5
 def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
     """A hub id is loaded from the cache that an earlier download left, without a network."""
-    hub = Path(os.environ["LADDER_HF_HOME"]) / "hub"
+    hub = Path(os.environ["COURSE_HF_HOME"]) / "hub"
     commit = "0123456789abcdef0123456789abcdef01234567"
     for kind, source in (("models--someone--little", pretrained("llama")),):
         snapshot = hub / kind / "snapshots" / commit
@@ -341,14 +343,14 @@ def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
         (hub / kind / "refs" / "main").write_text(commit)
     flags = (*FEW, "-m", "someone/little", "-d", data_files / "d.jsonl")
     named = ("-e", "a", "--save-dir", tmp_path)
-    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
+    for stage, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
         shutil.rmtree(tmp_path / "a", ignore_errors=True)
-        run(rung, processes, *flags, *named)
+        run(stage, processes, *flags, *named)
         assert metrics(tmp_path / "a")[1]["train/learning_rate"] == 2e-5
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize(("rung", "processes"), RUNGS)
+@pytest.mark.parametrize(("stage", "processes"), STAGES)
 @pytest.mark.parametrize(
     ("flags", "rel"),
     [
@@ -358,17 +360,17 @@ def test_a_populated_hub_cache_is_enough(pretrained, data_files, tmp_path):
         pytest.param(("--dtype", "bf16"), 5e-3, marks=pytest.mark.slow),
     ],
 )
-def test_switches_leave_the_curve(flags, rel, rung, processes, curve):
-    plain = curve(rung, processes, *FEW)
-    switched = curve(rung, processes, *FEW, *flags)
+def test_switches_leave_the_curve(flags, rel, stage, processes, curve):
+    plain = curve(stage, processes, *FEW)
+    switched = curve(stage, processes, *FEW, *flags)
     assert_same_curve(plain, switched, range(1, 5), rel_loss=rel, rel_norm=max(rel, 1e-2))
 
 
 def test_bf16_computes_in_bf16(curve):
     """Not the same numbers as fp32: else the flag did nothing."""
-    for rung, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
-        bf16 = curve(rung, processes, *FEW, "--dtype", "bf16")
-        assert bf16[4]["train/loss"] != curve(rung, processes, *FEW)[4]["train/loss"]
+    for stage, processes in (("01-single-gpu", 1), ("03-fsdp", 2)):
+        bf16 = curve(stage, processes, *FEW, "--dtype", "bf16")
+        assert bf16[4]["train/loss"] != curve(stage, processes, *FEW)[4]["train/loss"]
 
 
 PROBES = {
@@ -400,13 +402,13 @@ SCALED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rung", "processes"), RUNGS)
-def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
+@pytest.mark.parametrize(("stage", "processes"), STAGES)
+def test_fp16_scales_its_gradients(stage, processes, curve, tmp_path):
     """The scaler is for a GPU. Here its code runs on a CPU, past the check that keeps it off."""
-    path = mutant(tmp_path, rung, *SCALED)
+    path = mutant(tmp_path, stage, *SCALED)
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", "1")
     flags = (*SMALL, "--max-steps", "8", *named)
-    out = run(rung, processes, *flags, "--dtype", "fp16", path=path).out
+    out = run(stage, processes, *flags, "--dtype", "fp16", path=path).out
     scales = [float(line.split()[1]) for line in out.splitlines() if line.startswith("scale ")]
     assert scales[0] in (65536.0, 32768.0)
     lines = metrics(tmp_path / "a")
@@ -416,16 +418,16 @@ def test_fp16_scales_its_gradients(rung, processes, curve, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rung", "processes"), RUNGS)
-def test_parameters_and_moments_are_fp32_in_bf16(rung, processes, tmp_path):
+@pytest.mark.parametrize(("stage", "processes"), STAGES)
+def test_parameters_and_moments_are_fp32_in_bf16(stage, processes, tmp_path):
     moments = "{str(m.dtype) for moments in optimizer.state.values() for m in moments.values()}"
     found = "{str(p.dtype) for p in model.parameters()} | " + moments
     # In one write: those of two processes do not mix.
     probe = f"sys.stdout.write(f'dtypes {{ {found} }}\\n')"
-    path = mutant(tmp_path, rung, ("    log.close()\n", f"    log.close()\n    {probe}\n"))
+    path = mutant(tmp_path, stage, ("    log.close()\n", f"    log.close()\n    {probe}\n"))
     few = (*SMALL[:6], "--max-steps", "2", "--eval-sequences", "1")
     assert (
-        "dtypes {'torch.float32'}" in run(rung, processes, *few, "--dtype", "bf16", path=path).out
+        "dtypes {'torch.float32'}" in run(stage, processes, *few, "--dtype", "bf16", path=path).out
     )
 
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.law1
 
 
 @pytest.fixture(scope="module")
-def rungs():
-    return {rung: load(rung) for rung in ("01-single-gpu", "02-ddp")}
+def stages():
+    return {stage: load(stage) for stage in ("01-single-gpu", "02-ddp")}
 
 
 CPU = torch.device("cpu")
@@ -45,14 +45,14 @@ def read(module, indices, batch_size, rank, world_size, monkeypatch):
     world_size=st.integers(1, 9),
     seed=st.integers(0, 100),
 )
-def test_ranks_share_a_global_batch(rungs, count, batch_size, world_size, seed):
-    """Each sequence is read with its targets by one rank, as often as rung 01 reads it; all ranks
+def test_ranks_share_a_global_batch(stages, count, batch_size, world_size, seed):
+    """Each sequence is read with its targets by one rank, as often as stage 01 reads it; all ranks
     run as many micro-batches, no larger than asked for; the targets add up."""
     indices = numpy.random.default_rng(seed).permutation(len(DATA))[:count]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        alone, targets_alone = read(rungs["01-single-gpu"], indices, batch_size, 0, 1, monkeypatch)
+        alone, targets_alone = read(stages["01-single-gpu"], indices, batch_size, 0, 1, monkeypatch)
         shares = [
-            read(rungs["02-ddp"], indices, batch_size, rank, world_size, monkeypatch)
+            read(stages["02-ddp"], indices, batch_size, rank, world_size, monkeypatch)
             for rank in range(world_size)
         ]
     assert len({len(micro_batches) for micro_batches, _ in shares}) == 1
@@ -70,10 +70,10 @@ def test_ranks_share_a_global_batch(rungs, count, batch_size, world_size, seed):
     assert sum(len(input_ids) for input_ids, _ in alone) == count
 
 
-def test_one_process_of_02_reads_as_01_does(rungs, monkeypatch):
+def test_one_process_of_02_reads_as_01_does(stages, monkeypatch):
     indices = numpy.random.default_rng(0).permutation(len(DATA))[:11]
-    one, _ = read(rungs["01-single-gpu"], indices, 4, 0, 1, monkeypatch)
-    two, _ = read(rungs["02-ddp"], indices, 4, 0, 1, monkeypatch)
+    one, _ = read(stages["01-single-gpu"], indices, 4, 0, 1, monkeypatch)
+    two, _ = read(stages["02-ddp"], indices, 4, 0, 1, monkeypatch)
     for pair, other in zip(one, two, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
 
@@ -83,7 +83,7 @@ SCHEDULERS += ["constant_with_warmup"]
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_learning_rate_is_a_function_of_the_step(rungs, name):
+def test_the_learning_rate_is_a_function_of_the_step(stages, name):
     """What the scripts use, lr_lambdas, is what the scheduler does when it is stepped."""
     assert f" {name} " in script("01-single-gpu").read_text().replace('"', " ")
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=2e-3)

@@ -1,4 +1,4 @@
-"""Rung 08: a pipeline computes what one process does, and each stage holds only its own layers."""
+"""Stage 08: a pipeline computes what one process does. A pipeline stage holds only its layers."""
 
 import copy
 import json
@@ -23,8 +23,9 @@ from conftest import (
 )
 from transformers import AutoModelForCausalLM
 
-RUNG = "08-pipeline-parallel"
-# 8 sequences a step in micro-batches of one: as many as four stages need, also in two pipelines.
+STAGE = "08-pipeline-parallel"
+# 8 sequences a step in micro-batches of one: as many as four pipeline stages need, also in two
+# pipelines.
 SMALL = (*SMALL, "-b", "1")
 FIFTY = ("--max-steps", "50", "--dtype", "fp32", *SMALL)
 FEW = (*SMALL, "--max-steps", "3", "--dtype", "fp32")
@@ -37,8 +38,8 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
-# What the model does to embeddings and logits is part of a stage: Granite scales both, Cohere and
-# Gemma 2 the logits. Phi has a dropout behind the embeddings, Mixtral
+# What the model does to embeddings and logits is part of a pipeline stage: Granite scales both,
+# Cohere and Gemma 2 the logits. Phi has a dropout behind the embeddings, Mixtral
 # experts, GPT-J and GPT-NeoX other names, Gemma 3 two kinds of blocks.
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "cohere"]
 ARCHITECTURES += ["phi", "phi3", "olmo2", "gpt_neox", "gptj", "codegen", "mixtral", "gpt_oss"]
@@ -78,7 +79,7 @@ def test_fifty_steps(curve, tmp_path_factory, processes, stages, tied):
     folder = tmp_path_factory.getbasetemp() / f"tied-{tied}"
     model = ("-m", save_config(folder, "llama", tie_word_embeddings=tied))
     one = curve("01-single-gpu", 1, *FIFTY, *model)
-    split = curve(RUNG, processes, *FIFTY, *model, "--stages", stages)
+    split = curve(STAGE, processes, *FIFTY, *model, "--stages", stages)
     assert_same_curve(one, split, range(1, 51))
     assert split[50]["eval/loss"] == pytest.approx(one[50]["eval/loss"], rel=1e-5)
 
@@ -90,7 +91,7 @@ CASES = {
     "a shorter last micro-batch": ("--global-batch-size", "10", "-b", "2"),
     "activation checkpointing": ("--activation-checkpointing",),
     "gathered once": ("--no-reshard-after-forward",),
-    "three blocks on two stages": ("-m", "tiny"),
+    "three blocks on two pipeline stages": ("-m", "tiny"),
 }
 
 
@@ -106,15 +107,15 @@ def test_the_same_curve_in_each_case(curve, masked_data, tmp_path, case):
         flags += ("-d", masked_data)
     not_in_01 = ("--no-reshard-after-forward", "--schedule", "gpipe")
     one = curve("01-single-gpu", 1, *(flag for flag in flags if flag not in not_in_01))
-    split = curve(RUNG, 4, *flags, "--stages", 2)
+    split = curve(STAGE, 4, *flags, "--stages", 2)
     assert_same_curve(one, split, one)
 
 
 @pytest.mark.slow
-def test_bf16_trains_as_in_rung_03(curve):
+def test_bf16_trains_as_in_stage_03(curve):
     flags = (*SMALL, "--max-steps", "10", "--dtype", "bf16")
     three = curve("03-fsdp", 2, *flags)
-    split = curve(RUNG, 4, *flags, "--stages", 2)
+    split = curve(STAGE, 4, *flags, "--stages", 2)
     for step in three:
         assert split[step]["train/loss"] == pytest.approx(three[step]["train/loss"], rel=0.01)
 
@@ -124,13 +125,13 @@ def test_bf16_trains_as_in_rung_03(curve):
 def test_compiled_as_eager(curve):
     """With an evaluation between the steps, and activation checkpointing."""
     flags = (*SMALL, "--max-steps", "4", "--eval-freq", "2", "--dtype", "fp32", "--stages", 2)
-    eager = curve(RUNG, 2, *flags)
-    compiled = curve(RUNG, 2, *flags, "--compile", "--activation-checkpointing")
+    eager = curve(STAGE, 2, *flags)
+    compiled = curve(STAGE, 2, *flags, "--compile", "--activation-checkpointing")
     assert_same_curve(eager, compiled, range(1, 5))
     assert compiled[4]["eval/loss"] == pytest.approx(eager[4]["eval/loss"], rel=1e-5)
 
 
-MUTANTS = {name: edits for name, edits in traps.STAGES_WRONGLY.items() if "rung 08" not in name}
+MUTANTS = {name: edits for name, edits in traps.PIPELINE_WRONGLY.items() if "stage 08" not in name}
 MUTANTS |= {
     "pipelines not added up": [("loss * num_pipelines / num_targets", "loss / num_targets")],
     "loss not reduced": [("            dist.all_reduce(step_loss)", "            pass")],
@@ -145,9 +146,9 @@ def test_a_broken_line_is_noticed(curve, tmp_path, name):
     folder = save_config(tmp_path / "m", "granite", **sizes)
     flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "-m", folder, "--lr", "2e-3")
     one = curve("01-single-gpu", 1, *flags)
-    path = mutant(tmp_path / "mutant", RUNG, *MUTANTS[name])
+    path = mutant(tmp_path / "mutant", STAGE, *MUTANTS[name])
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1, "--stages", 2)
-    run(RUNG, 4, *flags, *named, path=path)
+    run(STAGE, 4, *flags, *named, path=path)
     with pytest.raises(AssertionError):
         assert_same_curve(one, metrics(tmp_path / "a"), one)
 
@@ -156,19 +157,19 @@ def test_a_broken_line_is_noticed(curve, tmp_path, name):
 
 
 @pytest.fixture(scope="session")
-def rung():
-    return load(RUNG)
+def stage():
+    return load(STAGE)
 
 
-def stage_of(rung, model, index, num_stages):
-    """A copy of a model with the blocks of one stage, and how many of them each stage has."""
+def pipeline_stage_of(stage, model, index, num_stages):
+    """A copy of a model with the blocks of one pipeline stage, and how many each of them has."""
     model = copy.deepcopy(model)
     blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
     is_tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    stage = SimpleNamespace(index=index, last=num_stages - 1, dtype=torch.float32)
-    stage.is_first, stage.is_last = index == 0, index == num_stages - 1
-    blocks_per_stage = rung.split_blocks(model, blocks, num_stages, 32)
-    rung.keep_stage(model, blocks, blocks_per_stage, stage, is_tied)
+    pipeline_stage = SimpleNamespace(index=index, last=num_stages - 1, dtype=torch.float32)
+    pipeline_stage.is_first, pipeline_stage.is_last = index == 0, index == num_stages - 1
+    blocks_per_stage = stage.split_blocks(model, blocks, num_stages, 32)
+    stage.keep_stage(model, blocks, blocks_per_stage, pipeline_stage, is_tied)
     return model, blocks_per_stage
 
 
@@ -178,20 +179,20 @@ def stage_of(rung, model, index, num_stages):
     [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in ARCHITECTURES],
 )
 @pytest.mark.parametrize(("num_stages", "tied"), [(2, True), (4, False)])
-def test_every_gradient_is_that_of_the_whole_model(rung, architecture, num_stages, tied):
-    """One stage after the other, here in one process. The logits are the same to the last bit."""
+def test_every_gradient_is_that_of_the_whole_model(stage, architecture, num_stages, tied):
+    """One pipeline stage after the other, in one process. The logits have the same bits."""
     config = config_of(architecture, tie_word_embeddings=tied)
-    rung.disable_dropout(config, architecture)
+    stage.disable_dropout(config, architecture)
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokens = torch.arange(64).view(2, 32) * 7 % 384
     logits = whole(input_ids=tokens, use_cache=False).logits
     logits.square().mean().backward()
 
-    inputs, outputs, stages = [tokens], [], []
+    inputs, outputs, pipeline_stages = [tokens], [], []
     for index in range(num_stages):
-        stages.append(stage_of(rung, whole, index, num_stages)[0])
-        outputs.append(stages[index](inputs[index]))
+        pipeline_stages.append(pipeline_stage_of(stage, whole, index, num_stages)[0])
+        outputs.append(pipeline_stages[index](inputs[index]))
         inputs.append(outputs[index].detach().requires_grad_())
     assert torch.equal(outputs[-1], logits)
     inputs[-1].square().mean().backward()
@@ -201,7 +202,7 @@ def test_every_gradient_is_that_of_the_whole_model(rung, architecture, num_stage
     largest = max(p.grad.norm() for p in whole.parameters() if p.grad is not None)
     found = set()
     for name, parameter in whole.named_parameters():
-        copies = [dict(stage.named_parameters()).get(name) for stage in stages]
+        copies = [dict(part.named_parameters()).get(name) for part in pipeline_stages]
         copies = [copy for copy in copies if copy is not None]
         is_shared = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
         is_shared = is_shared and parameter is whole.get_input_embeddings().weight
@@ -210,14 +211,15 @@ def test_every_gradient_is_that_of_the_whole_model(rung, architecture, num_stage
         if parameter.grad is not None:
             error = (sum(copy.grad for copy in copies) - parameter.grad).norm()
             assert error <= 1e-5 * parameter.grad.norm() + 1e-7 * largest, name
-    names = {name for stage in stages for name, _ in stage.named_parameters()}
+    names = {name for part in pipeline_stages for name, _ in part.named_parameters()}
     assert names == found  # the names of checkpoints
 
 
 @pytest.mark.parametrize(
     ("sizes", "num_stages", "expected"),
     [
-        # A small output layer: the first stages get the blocks that are left, or the middle ones.
+        # A small output layer: the first pipeline stages get the blocks that are left, or the
+        # middle ones.
         ({"num_hidden_layers": 3}, 2, [2, 1]),
         ({"num_hidden_layers": 6}, 4, [1, 2, 2, 1]),
         # One that is as much work as several blocks.
@@ -226,28 +228,30 @@ def test_every_gradient_is_that_of_the_whole_model(rung, architecture, num_stage
         ({"num_hidden_layers": 4}, 1, [4]),
     ],
 )
-def test_the_blocks_are_split_by_their_work(rung, sizes, num_stages, expected):
+def test_the_blocks_are_split_by_their_work(stage, sizes, num_stages, expected):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of("llama", **sizes))
-    assert rung.split_blocks(model, model.model.layers, num_stages, 32) == expected
+    assert stage.split_blocks(model, model.model.layers, num_stages, 32) == expected
 
 
 @pytest.mark.parametrize(
     ("num_stages", "tied"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
 )
-def test_the_state_is_that_of_the_largest_stage(rung, curve, tmp_path, num_stages, tied):
+def test_the_state_is_that_of_the_largest_pipeline_stage(stage, curve, tmp_path, num_stages, tied):
     """16 bytes for each of its parameters, divided by the number of pipelines."""
     sizes = {"vocab_size": 1024, "tie_word_embeddings": tied}
     flags = ("-m", save_config(tmp_path / "m", "llama", **sizes), *FEW, "--stages", num_stages)
-    measured = curve(RUNG, 4, *flags)[3]["memory/state_gb"] * 1e9
+    measured = curve(STAGE, 4, *flags)[3]["memory/state_gb"] * 1e9
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config_of("llama", **sizes))
-        stages = [stage_of(rung, whole, index, num_stages)[0] for index in range(num_stages)]
-    largest = max(sum(p.numel() for p in stage.parameters()) for stage in stages)
+        pipeline_stages = [
+            pipeline_stage_of(stage, whole, index, num_stages)[0] for index in range(num_stages)
+        ]
+    largest = max(sum(p.numel() for p in part.parameters()) for part in pipeline_stages)
     assert measured == pytest.approx(16 * largest * num_stages / 4, rel=0.02)
 
 
-# What a stage keeps, and when it computes
+# What a pipeline stage keeps, and when it computes
 
 BENCHMARK = ROOT / "tests" / "benchmarks" / "benchmark.py"
 
@@ -258,8 +262,8 @@ def patched(patch, folder, num_stages, micro_batches, schedule, *more):
     flags = ("-m", model, "-s", 32, "-b", 1, "--global-batch-size", micro_batches)
     flags += ("--max-steps", 2, "--eval-sequences", 2, "--schedule", schedule)
     flags += ("--stages", num_stages, *more)
-    words = ("worker", RUNG, f"{patch}={folder}", *flags)
-    run(RUNG, num_stages, *words, path=BENCHMARK, launched=True)
+    words = ("worker", STAGE, f"{patch}={folder}", *flags)
+    run(STAGE, num_stages, *words, path=BENCHMARK, launched=True)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_stages)]
 
 
@@ -271,11 +275,11 @@ def patched(patch, folder, num_stages, micro_batches, schedule, *more):
         pytest.param(2, 2, "1f1b", marks=pytest.mark.slow),
     ],
 )
-def test_activations_that_a_stage_keeps(tmp_path, num_stages, micro_batches, schedule):
-    """With 1F1B those of S − s micro-batches on stage s, with GPipe those of all."""
-    stages = patched("kept", tmp_path, num_stages, micro_batches, schedule)
-    for stage, (first, most) in enumerate(stages):
-        number = num_stages - stage if schedule == "1f1b" else micro_batches
+def test_activations_that_a_pipeline_stage_keeps(tmp_path, num_stages, micro_batches, schedule):
+    """With 1F1B those of S − s micro-batches on pipeline stage s, with GPipe those of all."""
+    written = patched("kept", tmp_path, num_stages, micro_batches, schedule)
+    for pipeline_stage, (first, most) in enumerate(written):
+        number = num_stages - pipeline_stage if schedule == "1f1b" else micro_batches
         assert most / first == pytest.approx(number, rel=0.02)
 
 
@@ -289,9 +293,9 @@ def test_activations_that_a_stage_keeps(tmp_path, num_stages, micro_batches, sch
     ],
 )
 def test_the_bubble_is_that_of_the_formula(tmp_path, num_stages, micro_batches, schedule):
-    """By a virtual clock, which stages exchange with their tensors: exactly."""
-    stages = patched("virtual", tmp_path, num_stages, micro_batches, schedule)
-    for step in zip(*stages, strict=True):
+    """By a virtual clock, which pipeline stages exchange with their tensors: exactly."""
+    written = patched("virtual", tmp_path, num_stages, micro_batches, schedule)
+    for step in zip(*written, strict=True):
         ends, busy = zip(*step, strict=True)
         assert set(busy) == {3 * micro_batches}
         assert max(ends) == 3 * (micro_batches + num_stages - 1)
@@ -310,19 +314,20 @@ dist.batch_isend_irecv = counted
 """
 
 
-def test_bytes_between_stages(tmp_path):
+def test_bytes_between_pipeline_stages(tmp_path):
     """B T h elements for each micro-batch, in each direction. And once in a step the gradient of a
-    weight that the first stage and the last one share."""
-    begin, place = "@record  # torchrun", "        # The gradient of a weight that two stages have"
+    weight that the first pipeline stage and the last one share."""
+    begin = "@record  # torchrun"
+    place = "        # The gradient of a weight that two pipeline stages have"
     # `print` would write each word by itself, and those of several processes would mix.
     write = 'sys.stdout.write(f"SENT {step} {stage.index} {SENT[0]};")'
     note = f"        {write}\n        SENT[0] = 0\n"
-    path = mutant(tmp_path, RUNG, (begin, COUNT + "\n" + begin), (place, note + place))
+    path = mutant(tmp_path, STAGE, (begin, COUNT + "\n" + begin), (place, note + place))
     model = save_config(tmp_path / "m", "llama", tie_word_embeddings=True)
     flags = (*FEW, "-m", model, "--global-batch-size", 8, "-b", 2, "--stages", 4)
-    found = re.findall(r"SENT (\d+) (\d+) (\d+);", run(RUNG, 4, *flags, path=path).out)
+    found = re.findall(r"SENT (\d+) (\d+) (\d+);", run(STAGE, 4, *flags, path=path).out)
     hidden_states = 2 * 64 * SIZES["hidden_size"] * 4
-    sent = {int(stage): int(count) for step, stage, count in found if step == "3"}
+    sent = {int(index): int(count) for step, index, count in found if step == "3"}
     one_way = 4 * hidden_states
     tied = SIZES["vocab_size"] * SIZES["hidden_size"] * 4  # of the step before
     assert sent == {0: one_way + tied, 1: 2 * one_way, 2: 2 * one_way, 3: one_way + tied}
@@ -334,13 +339,13 @@ STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "const
 STEADY += ("--warmup-steps", "5")
 WALK = [
     ("01-single-gpu", 1, ()),
-    (RUNG, 2, ("--stages", 2)),
-    (RUNG, 4, ("--stages", 4)),
+    (STAGE, 2, ("--stages", 2)),
+    (STAGE, 4, ("--stages", 4)),
     ("03-fsdp", 2, ()),
-    (RUNG, 4, ("--stages", 2, "--schedule", "gpipe")),
-    (RUNG, 1, ("--stages", 1)),
+    (STAGE, 4, ("--stages", 2, "--schedule", "gpipe")),
+    (STAGE, 1, ("--stages", 1)),
     ("07-tensor-parallel", 2, ()),
-    (RUNG, 2, ("--stages", 2, "--schedule", "1f1b")),
+    (STAGE, 2, ("--stages", 2, "--schedule", "1f1b")),
     ("01-single-gpu", 1, ()),
 ]
 SHORT_WALK = [WALK[0], WALK[1], WALK[0]]
@@ -355,14 +360,14 @@ SHORT_WALK = [WALK[0], WALK[1], WALK[0]]
         pytest.param(WALK, "qwen3", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_changes_its_stages(walk, architecture, tied, curve, tmp_path):
-    """Three steps on each. The curve is that of rung 01, and so is the model at the end."""
+def test_a_run_changes_its_pipeline_stages(walk, architecture, tied, curve, tmp_path):
+    """Three steps on each. The curve is that of stage 01, and so is the model at the end."""
     sizes = {"vocab_size": 385, "tie_word_embeddings": tied}
     model = ("-m", save_config(tmp_path / "m", architecture, **sizes))
     named = ("-e", "a", "--save-dir", tmp_path)
-    for number, (rung, processes, more) in enumerate(walk):
-        flags = (*exact(rung, processes), *STEADY, *model, *named, *more)
-        out = run(rung, processes, *flags, "--max-steps", 3 + 3 * number).out
+    for number, (stage, processes, more) in enumerate(walk):
+        flags = (*exact(stage, processes), *STEADY, *model, *named, *more)
+        out = run(stage, processes, *flags, "--max-steps", 3 + 3 * number).out
         assert (f"resumed from {tmp_path}/a/step-{3 * number:08d}" in out) == (number > 0)
     resumed = metrics(tmp_path / "a")
     assert list(resumed) == list(range(1, 3 * len(walk) + 1))
@@ -379,39 +384,39 @@ def test_the_export_is_the_trained_model(tmp_path, tied):
     tokens = torch.arange(32)[None] * 7 % 384
     logits, evaluations, samples = {}, {}, {}
     flags = (*FEW, "--save-dir", tmp_path, "-m", model)
-    for rung, processes, more in (("03-fsdp", 1, ()), (RUNG, 4, ("--stages", 2))):
-        out = run(rung, processes, *flags, "-e", rung, *more).out
-        samples[rung] = out.split("what the model writes after it:")[1].splitlines()[0]
-        evaluations[rung] = metrics(tmp_path / rung)[3]["eval/loss"]
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / rung / "final_model")
-        logits[rung] = exported(tokens).logits
-    assert torch.allclose(logits["03-fsdp"], logits[RUNG], atol=1e-5)
-    assert evaluations[RUNG] == pytest.approx(evaluations["03-fsdp"], rel=1e-6)
-    assert samples[RUNG] == samples["03-fsdp"]
+    for stage, processes, more in (("03-fsdp", 1, ()), (STAGE, 4, ("--stages", 2))):
+        out = run(stage, processes, *flags, "-e", stage, *more).out
+        samples[stage] = out.split("what the model writes after it:")[1].splitlines()[0]
+        evaluations[stage] = metrics(tmp_path / stage)[3]["eval/loss"]
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / stage / "final_model")
+        logits[stage] = exported(tokens).logits
+    assert torch.allclose(logits["03-fsdp"], logits[STAGE], atol=1e-5)
+    assert evaluations[STAGE] == pytest.approx(evaluations["03-fsdp"], rel=1e-6)
+    assert samples[STAGE] == samples["03-fsdp"]
 
 
 @pytest.mark.law1
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_pretrained_weights_are_read_by_the_stage_that_has_them(curve, tmp_path, tied):
+def test_pretrained_weights_are_read_by_the_pipeline_stage_that_has_them(curve, tmp_path, tied):
     config = config_of("qwen3", vocab_size=385, tie_word_embeddings=tied)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
     one = curve("01-single-gpu", 1, *FEW, "-m", tmp_path / "m")
-    split = curve(RUNG, 4, *FEW, "-m", tmp_path / "m", "--stages", 2)
+    split = curve(STAGE, 4, *FEW, "-m", tmp_path / "m", "--stages", 2)
     assert_same_curve(one, split, range(1, 4))
 
 
 @pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path):
-    """Of a pretrained model of 205 MB, a rank of four stages takes less than half, in memory above
-    that of the process, while it loads and while it exports."""
+    """Of a pretrained model of 205 MB, a rank of four pipeline stages takes less than half, in
+    memory above that of the process, while it loads and while it exports."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 1024}
     config = config_of("llama", **sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
     flags = ("-m", tmp_path / "m", *SMALL, "--max-steps", 1, "--stages", 4)
     flags += ("--global-batch-size", 4, "-s", 16)
-    words = ("worker", RUNG, f"watched={tmp_path}/rank", *flags, "-e", "a", "--save-dir", tmp_path)
-    run(RUNG, 4, *words, path=BENCHMARK, launched=True, MALLOC_MMAP_THRESHOLD_="131072")
+    words = ("worker", STAGE, f"watched={tmp_path}/rank", *flags, "-e", "a", "--save-dir", tmp_path)
+    run(STAGE, 4, *words, path=BENCHMARK, launched=True, MALLOC_MMAP_THRESHOLD_="131072")
     with torch.device("meta"):
         whole = 4 * AutoModelForCausalLM.from_config(config).num_parameters()
     for rank in range(4):
@@ -420,12 +425,12 @@ def test_no_rank_holds_the_whole_model(tmp_path):
             assert most < 0.5 * whole, (rank, name)
 
 
-# A stage that dies
+# A pipeline stage that dies
 
 
 @pytest.mark.law4
 @pytest.mark.parametrize("victim", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_stage_that_is_killed_ends_the_run(tmp_path, curve, victim):
+def test_a_pipeline_stage_that_is_killed_ends_the_run(tmp_path, curve, victim):
     """The others wait for what it would have sent. torchrun ends them, and the run goes on from
     its newest checkpoint."""
     flags = (*SMALL, "--max-steps", "12", "--ckpt-freq", "3", "--log-freq", "1", "--stages", 4)
@@ -433,11 +438,11 @@ def test_a_stage_that_is_killed_ends_the_run(tmp_path, curve, victim):
     named = ("-e", "a", "--save-dir", tmp_path)
     faults = {"PYTHONPATH": str(FAULTS), "STRIKE_RANK": str(victim)}
     faults["STRIKE"] = f"kill open step-00000006.tmp/__{victim}_0.distcp 1"
-    struck = run(RUNG, 4, *flags, *named, check=False, **faults)
+    struck = run(STAGE, 4, *flags, *named, check=False, **faults)
     assert struck.returncode != 0
-    again = run(RUNG, 4, *flags, *named)
+    again = run(STAGE, 4, *flags, *named)
     assert f"resumed from {tmp_path}/a/step-00000003" in again.out
-    assert same_bits(curve(RUNG, 4, *flags), metrics(tmp_path / "a"), range(1, 13))
+    assert same_bits(curve(STAGE, 4, *flags), metrics(tmp_path / "a"), range(1, 13))
 
 
 # Bad input
@@ -464,7 +469,7 @@ REFUSED = [
         "as many micro-batches and has 1, use fewer",
     ),
     ("llama", {}, ("--stages", 3), "--stages 3: does not divide 2 processes"),
-    ("llama", {}, ("--dtype", "fp16"), "--dtype fp16: is not supported with stages, use bf16"),
+    ("llama", {}, ("--dtype", "fp16"), "is not supported with pipeline stages, use bf16"),
     ("gemma4_text", {}, TWO, "does not say where model.embed_tokens_per_layer belongs"),
 ]
 
@@ -475,7 +480,7 @@ REFUSED = [
 )
 def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, flags, message):
     folder = save_config(tmp_path / "m", architecture, **sizes)
-    result = run(RUNG, 2, *FEW, "-m", folder, *flags, check=False)
+    result = run(STAGE, 2, *FEW, "-m", folder, *flags, check=False)
     assert result.returncode != 0
     [line] = result.errors
     assert message in line
@@ -485,22 +490,22 @@ def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, fl
     ("name", "wrong", "right"), [("stages", 1, 2), ("schedule", "gpipe", "1f1b")]
 )
 def test_ranks_with_different_flags(tmp_path, name, wrong, right):
-    """As with another command on another machine. The stages would wait for each other for ever."""
+    """As with another command on another machine. The pipeline stages would wait for ever."""
     line = "        here = getattr(args, name)\n"
     other = f"        if name == {name!r} and dist.get_rank() == 0:\n            here = {wrong!r}\n"
-    path = mutant(tmp_path, RUNG, (line, line + other))
-    result = run(RUNG, 2, *FEW, path=path, check=False)
+    path = mutant(tmp_path, STAGE, (line, line + other))
+    result = run(STAGE, 2, *FEW, path=path, check=False)
     said = f"--{name}: {wrong} here and {right} on rank 1, set it on all"
     assert result.errors == [f"train-llm.py: error: {said}"]
 
 
-def test_a_weight_that_only_one_stage_misses(tmp_path):
-    """The stage that lacks it tells the others, and one line names it."""
+def test_a_weight_that_only_one_pipeline_stage_misses(tmp_path):
+    """The pipeline stage that lacks it tells the others, and one line names it."""
     config = config_of("llama", tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config)
     weights = model.state_dict()
     del weights["model.norm.weight"]
     model.save_pretrained(tmp_path / "m", state_dict=weights)
-    result = run(RUNG, 2, *FEW, "-m", tmp_path / "m", check=False)
+    result = run(STAGE, 2, *FEW, "-m", tmp_path / "m", check=False)
     name = f"--model-name {tmp_path / 'm'}: it lacks weights for model.norm.weight"
     assert result.errors == [f"train-llm.py: error: {name}"]

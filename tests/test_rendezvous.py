@@ -18,8 +18,8 @@ from nodes import free_port, wait_until
 
 pytestmark = pytest.mark.law4
 
-RUNG = ROOT / "05-multinode"
-SCRIPT = RUNG / "rendezvous.py"
+STAGE = ROOT / "05-multinode"
+SCRIPT = STAGE / "rendezvous.py"
 
 
 def load_script():
@@ -152,7 +152,7 @@ def test_a_store_fails_at_a_port_that_is_taken(start):
 @pytest.mark.parametrize("name", ["store", "keeper"])
 def test_run_sh_serves_a_store_under_both_names(name, start):
     port = free_port()
-    process = start("env", f"MASTER_PORT={port}", "bash", RUNG / "run.sh", name)
+    process = start("env", f"MASTER_PORT={port}", "bash", STAGE / "run.sh", name)
     assert process.stdout.readline() == f"{port}\n"
 
     connect(port).set("key", "value")
@@ -416,6 +416,6 @@ def test_a_wrong_command_line_is_refused(words, start):
 
 
 def test_more_than_one_node_needs_an_address(start):
-    result = finish(start("env", "NNODES=2", "NPROC_PER_NODE=1", "bash", RUNG / "run.sh"))
+    result = finish(start("env", "NNODES=2", "NPROC_PER_NODE=1", "bash", STAGE / "run.sh"))
     assert result.returncode != 0
     assert "run.sh: error: more than one node needs MASTER_ADDR" in result.err

@@ -13,8 +13,8 @@ import zlib
 import psutil
 import pytest
 from conftest import (
-    RUNGS,
     SMALL,
+    STAGES,
     TIMEOUT,
     end,
     environment,
@@ -73,11 +73,11 @@ def test_a_second_run_with_the_same_name_is_refused(tmp_path):
 
 @pytest.mark.law4
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["02-ddp", "05-multinode"])
-def test_processes_end_with_torchrun(rung, tmp_path):
+@pytest.mark.parametrize("stage", ["02-ddp", "05-multinode"])
+def test_processes_end_with_torchrun(stage, tmp_path):
     """torchrun is killed by kill -9. Its processes end by themselves, and the run can go on."""
-    flags = named(tmp_path, *ENDLESS, *exact(rung, 2))
-    first = start(script(rung), 2, *flags)
+    flags = named(tmp_path, *ENDLESS, *exact(stage, 2))
+    first = start(script(stage), 2, *flags)
     wait_for(lambda: list(tmp_path.glob("a/step-????????")), first)
     workers = psutil.Process(first.pid).children(recursive=True)
     assert len(workers) >= 2
@@ -88,7 +88,7 @@ def test_processes_end_with_torchrun(rung, tmp_path):
         worker.kill()
     assert not alive
     saved = int(max(tmp_path.glob("a/step-????????")).name[5:])
-    result = run(rung, 2, *named(tmp_path, *exact(rung, 2), "--max-steps", saved + 3))
+    result = run(stage, 2, *named(tmp_path, *exact(stage, 2), "--max-steps", saved + 3))
     assert f"resumed from {tmp_path}/a/step-{saved:08d}" in result.out
 
 
@@ -302,31 +302,31 @@ def test_odd_files_of_flags(name, tmp_path):
 # The variables of torchrun.
 
 
-@pytest.mark.parametrize("rung", ["01-single-gpu", "03-fsdp"])
+@pytest.mark.parametrize("stage", ["01-single-gpu", "03-fsdp"])
 @pytest.mark.parametrize("value", ["", "-1", "one", "1.0", "99999999999999999999", "0x1", " "])
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
-def test_odd_variables(rung, name, value):
+def test_odd_variables(stage, name, value):
     good = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     good |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    result = run(rung, None, "--max-steps", "1", check=False, **{**good, name: value})
+    result = run(stage, None, "--max-steps", "1", check=False, **{**good, name: value})
     assert (
         line_of(result) == f"{name}={value!r}: must be a whole number; torchrun sets this variable"
     )
     assert "Traceback" not in result.err
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_a_rank_alone_is_refused(rung):
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_alone_is_refused(stage):
     """Such a process would train a part of each batch, or save nothing."""
-    result = run(rung, None, "--max-steps", "1", check=False, RANK="1")
+    result = run(stage, None, "--max-steps", "1", check=False, RANK="1")
     line = line_of(result)
     assert line == "RANK=1: must be below WORLD_SIZE, which is 1; torchrun sets these variables"
 
 
-@pytest.mark.parametrize("rung", RUNGS[1:])
-def test_a_part_of_the_variables_is_refused(rung):
-    result = run(rung, None, check=False, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    assert line_of(result).startswith("this rung needs torchrun: torchrun --standalone")
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_part_of_the_variables_is_refused(stage):
+    result = run(stage, None, check=False, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    assert line_of(result).startswith("this stage needs torchrun: torchrun --standalone")
 
 
 @settings(
@@ -343,7 +343,7 @@ def test_a_part_of_the_variables_is_refused(rung):
     )
 )
 def test_any_environment_trains_or_ends_in_a_line(values):
-    """A property of rung 01, which needs none of them."""
+    """A property of stage 01, which needs none of them."""
     result = run("01-single-gpu", None, "--max-steps", "1", *SMALL, check=False, **values)
     if result.returncode != 0:
         line_of(result)

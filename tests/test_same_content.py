@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import RUNGS, SMALL, data_args, exact, load, metrics, run
+from conftest import SMALL, STAGES, data_args, exact, load, metrics, run
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
-def rung_01():
+def stage_01():
     return load("01-single-gpu")
 
 
@@ -35,10 +35,10 @@ def text_of(seed):
     return " ".join(draw.choices(["the", "cat", "sat", "on", "a", "mat", "dog", "ran"], k=5000))
 
 
-def refusal(rung, *flags):
-    result = run(rung, 1, *flags, *exact(rung, 1), check=False)
+def refusal(stage, *flags):
+    result = run(stage, 1, *flags, *exact(stage, 1), check=False)
     assert result.returncode != 0, result.out
-    assert "Traceback" not in result.err or rung != "01-single-gpu", result.err
+    assert "Traceback" not in result.err or stage != "01-single-gpu", result.err
     [line] = result.errors
     return line.removeprefix("train-llm.py: error: ")
 
@@ -68,26 +68,26 @@ def test_a_data_file_that_was_replaced(change, tmp_path):
 
 
 @pytest.mark.law1
-def test_a_new_run_reads_a_file_that_was_replaced(tmp_path, rung_01):
+def test_a_new_run_reads_a_file_that_was_replaced(tmp_path, stage_01):
     """`datasets` caches a file by path and time. Here both are as before, and the text is not."""
     path = tmp_path / "text.txt"
     for text in (text_of(0), text_of(1)):
         path.write_text(text)
         os.utime(path, ns=(10**18, 10**18))
-        train, _ = rung_01.load_data(data_args(path, 64), rung_01.byte_tokenizer())
-        assert rung_01.byte_tokenizer().decode(train[0]["input_ids"]) == text[:64]
+        train, _ = stage_01.load_data(data_args(path, 64), stage_01.byte_tokenizer())
+        assert stage_01.byte_tokenizer().decode(train[0]["input_ids"]) == text[:64]
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize("rung", ["01-single-gpu", "06-streaming"])
-def test_the_same_data_by_another_path(rung, tmp_path):
+@pytest.mark.parametrize("stage", ["01-single-gpu", "06-streaming"])
+def test_the_same_data_by_another_path(stage, tmp_path):
     rows = [json.dumps({"text": text_of(seed)[:400]}) for seed in range(300)]
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rows.jsonl").write_text("\n".join(rows))
-    flags = named(tmp_path, *exact(rung, 1))
-    run(rung, 1, *flags, "-d", tmp_path / "one" / "rows.jsonl", "--max-steps", 2)
-    run(rung, 1, *flags, "-d", tmp_path / "other" / "rows.jsonl", "--max-steps", 4)
+    flags = named(tmp_path, *exact(stage, 1))
+    run(stage, 1, *flags, "-d", tmp_path / "one" / "rows.jsonl", "--max-steps", 2)
+    run(stage, 1, *flags, "-d", tmp_path / "other" / "rows.jsonl", "--max-steps", 4)
     assert list(metrics(tmp_path / "a")) == [1, 2, 3, 4]
 
 
@@ -117,15 +117,15 @@ def test_streams_compare_their_files(change, tmp_path):
 @pytest.mark.law1
 def test_a_commit_that_leaves_the_files_alone_changes_nothing(monkeypatch):
     """On the hub each commit has a number of its own, and each content of a file. A fake hub."""
-    rung_06 = load("06-streaming")
+    stage_06 = load("06-streaming")
 
     def checksum(revision, content):
         files = {"train": [f"hf://datasets/somebody/data@{revision}/train.jsonl"]}
         builder = SimpleNamespace(config=SimpleNamespace(data_files=files))
         hub = SimpleNamespace(info=lambda path: {"blob_id": content})
-        monkeypatch.setattr(rung_06.datasets, "load_dataset_builder", lambda **source: builder)
-        monkeypatch.setattr(rung_06, "HfFileSystem", lambda: hub)
-        return rung_06.checksum_of_files({"path": "somebody/data"})
+        monkeypatch.setattr(stage_06.datasets, "load_dataset_builder", lambda **source: builder)
+        monkeypatch.setattr(stage_06, "HfFileSystem", lambda: hub)
+        return stage_06.checksum_of_files({"path": "somebody/data"})
 
     assert checksum("1", "a") == checksum("2", "a")
     assert checksum("1", "a") != checksum("1", "b")
@@ -133,8 +133,8 @@ def test_a_commit_that_leaves_the_files_alone_changes_nothing(monkeypatch):
 
 @pytest.mark.law1
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", RUNGS[1:5])
-def test_ranks_with_other_files_are_told_apart(rung, tmp_path):
+@pytest.mark.parametrize("stage", STAGES[1:5])
+def test_ranks_with_other_files_are_told_apart(stage, tmp_path):
     """As on nodes whose files have the same names, but not the same contents."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
@@ -144,8 +144,8 @@ def test_ranks_with_other_files_are_told_apart(rung, tmp_path):
     code = "import os; 'RANK' in os.environ and os.chdir(os.environ['FOLDER'] + os.environ['RANK'])"
     (tmp_path / "path" / "sitecustomize.py").write_text(code)
     faults = {"PYTHONPATH": str(tmp_path / "path"), "FOLDER": f"{tmp_path}/"}
-    flags = (*SMALL, *exact(rung, 2), "-d", "text.txt", "--max-steps", 2)
-    result = run(rung, 2, *flags, check=False, launched=True, **faults)
+    flags = (*SMALL, *exact(stage, 2), "-d", "text.txt", "--max-steps", 2)
+    result = run(stage, 2, *flags, check=False, launched=True, **faults)
     assert result.returncode != 0
     [line] = result.errors
     assert line.startswith("train-llm.py: error: training data is ")
@@ -184,10 +184,10 @@ def test_a_model_whose_config_changed(change, said, model_folder, tmp_path):
 
 
 @pytest.mark.law1
-def test_a_tokenizer_that_changed(model_folder, tmp_path, rung_01):
+def test_a_tokenizer_that_changed(model_folder, tmp_path, stage_01):
     """Two tokens with exchanged numbers."""
     folder = shutil.copytree(model_folder, tmp_path / "model")
-    rung_01.byte_tokenizer().save_pretrained(folder)
+    stage_01.byte_tokenizer().save_pretrained(folder)
     run("01-single-gpu", 1, *named(tmp_path, "-m", folder, "--max-steps", 2))
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -270,30 +270,30 @@ NOT_CAUSAL = ("bert", "roberta", "electra", "roformer", "rembert", "megatron-ber
 @pytest.mark.law1
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture", CAUSAL + NOT_CAUSAL)
-def test_models_that_are_not_causal_are_refused(architecture, dtype, rung_01, capsys):
+def test_models_that_are_not_causal_are_refused(architecture, dtype, stage_01, capsys):
     """With random weights, where a wrong attention changes the logits least."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(architecture))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         if architecture in CAUSAL:
-            rung_01.check_causal(model, 64, torch.device("cpu"))
+            stage_01.check_causal(model, 64, torch.device("cpu"))
             return
         with pytest.raises(SystemExit):
-            rung_01.check_causal(model, 64, torch.device("cpu"))
+            stage_01.check_causal(model, 64, torch.device("cpu"))
     assert "not causal: a token changes what the model predicts" in capsys.readouterr().err
 
 
 @pytest.mark.law1
 @pytest.mark.parametrize(
-    "rung", [RUNGS[0], *[pytest.param(rung, marks=pytest.mark.slow) for rung in RUNGS[1:]]]
+    "stage", [STAGES[0], *[pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES[1:]]]
 )
-def test_each_rung_refuses_bert(rung, tmp_path):
+def test_each_stage_refuses_bert(stage, tmp_path):
     untied = {"tie_word_embeddings": False}
     small_config("bert", **untied).save_pretrained(tmp_path / "bert")
-    line = refusal(rung, *SMALL, "-m", tmp_path / "bert", "--max-steps", 2)
-    if rung == "07-tensor-parallel":  # it looks for a plan before anything else
+    line = refusal(stage, *SMALL, "-m", tmp_path / "bert", "--max-steps", 2)
+    if stage == "07-tensor-parallel":  # it looks for a plan before anything else
         assert line == "--tensor-size: transformers has no plan to split bert, use 03-fsdp"
-    elif rung == "08-pipeline-parallel":
+    elif stage == "08-pipeline-parallel":
         plan = "the plan of transformers for bert does not say where"
         assert line.startswith(f"--stages: {plan} ")
     else:
@@ -338,7 +338,7 @@ def rows_of_tokens(count):
 
 
 @pytest.mark.parametrize("case", [*WRONG_ROWS, *WRONG_COLUMNS])
-def test_wrong_rows_are_named(case, rung_01):
+def test_wrong_rows_are_named(case, stage_01):
     """Before the first step, with the number of the row."""
     name, value, said = {**WRONG_ROWS, **WRONG_COLUMNS}[case]
     rows = rows_of_tokens(2000)
@@ -347,7 +347,7 @@ def test_wrong_rows_are_named(case, rung_01):
         rows[i][name] = value
     data = Dataset.from_list(rows).with_format("torch", columns=["input_ids", "labels"])
     with pytest.raises(ValueError, match=f"row {first} of {name} ") as raised:
-        rung_01.checksum_of_tokens(data, 64, 384)
+        stage_01.checksum_of_tokens(data, 64, 384)
     assert said in str(raised.value)
 
 
@@ -364,14 +364,14 @@ def test_wrong_rows_are_named(case, rung_01):
         ({"labels": [[1], [2, 3], [4], [5]]}, None),  # `checksum_of_tokens` says it
     ],
 )
-def test_rows_of_other_programs_that_would_train_something_else(columns, said, rung_01):
+def test_rows_of_other_programs_that_would_train_something_else(columns, said, stage_01):
     """No value is wrong by itself: padding without a mask in the loss, labels shifted already."""
     rows = Dataset.from_dict({"input_ids": [[1, 2, 3, 4, 5, 6, 7, 8]] * 4, **columns})
     if said is None:
-        rung_01.check_labels(rows)
+        stage_01.check_labels(rows)
     else:
         with pytest.raises(ValueError, match=said):
-            rung_01.check_labels(rows)
+            stage_01.check_labels(rows)
 
 
 @pytest.mark.law3
@@ -407,18 +407,18 @@ odd_tokens = st.lists(st.integers(-2, 390), min_size=7, max_size=9)
 @given(rows=st.lists(st.one_of(tokens, tokens, tokens, odd_tokens), min_size=1, max_size=20))
 def test_the_check_agrees_with_the_definition(rows):
     """A property: accepted is what has --seq-length whole numbers, all of the vocabulary."""
-    rung_01 = load_once()
+    stage_01 = load_once()
     data = Dataset.from_dict({"input_ids": rows}).with_format("torch", columns=["input_ids"])
     wrong = [i for i, row in enumerate(rows) if len(row) != 8 or not all(0 <= x < 384 for x in row)]
     if wrong:
         with pytest.raises(ValueError, match=f"row {wrong[0]} of input_ids"):
-            rung_01.checksum_of_tokens(data, 8, 384)
+            stage_01.checksum_of_tokens(data, 8, 384)
     else:
-        checksum = rung_01.checksum_of_tokens(data, 8, 384)
-        assert checksum == rung_01.checksum_of_tokens(data.select(range(len(rows))), 8, 384)
+        checksum = stage_01.checksum_of_tokens(data, 8, 384)
+        assert checksum == stage_01.checksum_of_tokens(data.select(range(len(rows))), 8, 384)
         other = [[(x + 1) % 384 for x in rows[0]], *rows[1:]]
         data = Dataset.from_dict({"input_ids": other}).with_format("torch", columns=["input_ids"])
-        assert checksum != rung_01.checksum_of_tokens(data, 8, 384)
+        assert checksum != stage_01.checksum_of_tokens(data, 8, 384)
 
 
 LOADED = {}
@@ -430,18 +430,18 @@ def load_once():
     return LOADED["01"]
 
 
-def test_the_check_costs_little(rung_01):
+def test_the_check_costs_little(stage_01):
     """Far less than to tokenize. What it is was measured by `benchmark.py checking`: README."""
     draw = random.Random(0)
     texts = [text_of(draw.random()) for _ in range(300)]
-    tokenizer = rung_01.byte_tokenizer()
+    tokenizer = stage_01.byte_tokenizer()
     ratios = []
     for _ in range(3):  # another program may disturb one of them
         start = time.perf_counter()
         args = data_args("", 64)
-        sequences = rung_01.pack(Dataset.from_dict({"text": texts}), ("text",), tokenizer, args)
+        sequences = stage_01.pack(Dataset.from_dict({"text": texts}), ("text",), tokenizer, args)
         middle = time.perf_counter()
-        rung_01.checksum_of_tokens(sequences, 64, 384)
+        stage_01.checksum_of_tokens(sequences, 64, 384)
         ratios.append((time.perf_counter() - middle) / (middle - start))
     assert min(ratios) < 0.5, ratios  # no lists of Python: these would take as long
     assert np.isfinite(ratios).all()

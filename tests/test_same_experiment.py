@@ -16,7 +16,7 @@ def reference(curve, *flags):
 
 
 @pytest.mark.parametrize(
-    ("rung", "processes"),
+    ("stage", "processes"),
     [
         ("02-ddp", 2),
         pytest.param("03-fsdp", 4, marks=pytest.mark.slow),
@@ -24,14 +24,14 @@ def reference(curve, *flags):
         pytest.param("05-multinode", 3, marks=pytest.mark.slow),
     ],
 )
-def test_fifty_short_steps(curve, rung, processes):
+def test_fifty_short_steps(curve, stage, processes):
     flags = (*FIFTY, *SMALL)
-    assert_same_curve(reference(curve, *flags), curve(rung, processes, *flags), range(1, 51))
+    assert_same_curve(reference(curve, *flags), curve(stage, processes, *flags), range(1, 51))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rung", "processes"),
+    ("stage", "processes"),
     [
         ("02-ddp", 2),
         ("03-fsdp", 4),
@@ -39,10 +39,10 @@ def test_fifty_short_steps(curve, rung, processes):
         ("05-multinode", 4),
     ],
 )
-def test_fifty_steps_on_all_rungs(curve, rung, processes):
+def test_fifty_steps_on_all_stages(curve, stage, processes):
     """The default batch and micro-batch, with sequences of half the default length."""
     flags = (*FIFTY, "-s", "128")
-    assert_same_curve(reference(curve, *flags), curve(rung, processes, *flags), range(1, 51))
+    assert_same_curve(reference(curve, *flags), curve(stage, processes, *flags), range(1, 51))
 
 
 CUTS = [("01-single-gpu", 1, 2), ("02-ddp", 3, 2), ("02-ddp", 3, 8)]
@@ -50,20 +50,22 @@ CUTS += [("03-fsdp", 3, 4), ("04-compression", 3, 4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rung", "processes", "batch_size"), CUTS)
-def test_fifty_steps_of_short_sequences_in_any_cut(curve, rung, processes, batch_size):
+@pytest.mark.parametrize(("stage", "processes", "batch_size"), CUTS)
+def test_fifty_steps_of_short_sequences_in_any_cut(curve, stage, processes, batch_size):
     """32 does not divide by 3: one rank runs short, and has a micro-batch without targets."""
     flags = (*FIFTY, "-s", "64", "--eval-sequences", "8")
-    cut = curve(rung, processes, *flags, "-b", batch_size)
+    cut = curve(stage, processes, *flags, "-b", batch_size)
     assert_same_curve(reference(curve, *flags), cut, range(1, 51))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rung", "processes", "batch_size"), [("02-ddp", 3, 1), ("03-fsdp", 4, 8)])
-def test_a_rank_that_runs_short(curve, rung, processes, batch_size):
+@pytest.mark.parametrize(
+    ("stage", "processes", "batch_size"), [("02-ddp", 3, 1), ("03-fsdp", 4, 8)]
+)
+def test_a_rank_that_runs_short(curve, stage, processes, batch_size):
     """2 sequences on 3 or 4 ranks: some have none, and still run their collectives."""
     flags = ("--max-steps", "6", "-s", "64", "--global-batch-size", "2", "--eval-sequences", "5")
-    ranks = curve(rung, processes, *flags, "-b", batch_size)
+    ranks = curve(stage, processes, *flags, "-b", batch_size)
     assert_same_curve(reference(curve, *flags), ranks, range(1, 7))
     assert ranks[6]["eval/loss"] == pytest.approx(
         reference(curve, *flags)[6]["eval/loss"], rel=1e-5
@@ -71,18 +73,18 @@ def test_a_rank_that_runs_short(curve, rung, processes, batch_size):
 
 
 @pytest.mark.parametrize(
-    ("rung", "processes"),
+    ("stage", "processes"),
     [
         ("02-ddp", 3),
         pytest.param("03-fsdp", 2, marks=pytest.mark.slow),
         pytest.param("04-compression", 2, marks=pytest.mark.slow),
     ],
 )
-def test_sequences_with_different_numbers_of_targets(curve, masked_data, rung, processes):
+def test_sequences_with_different_numbers_of_targets(curve, masked_data, stage, processes):
     """The loss is the mean over the targets of the global batch, not a mean of means. The mutants
     below must fail what the scripts pass here."""
     flags = (*MASKED, "-d", masked_data)
-    assert_same_curve(reference(curve, *flags), curve(rung, processes, *flags), range(1, 9))
+    assert_same_curve(reference(curve, *flags), curve(stage, processes, *flags), range(1, 9))
 
 
 def test_the_loss_is_the_mean_over_all_targets(curve, masked_data):
@@ -92,7 +94,7 @@ def test_the_loss_is_the_mean_over_all_targets(curve, masked_data):
     assert_same_curve(whole, curve("01-single-gpu", 1, *flags, "-b", 1), range(1, 5))
 
 
-# What breaks each line of the distributed rungs that the curves must notice. Each is run on the
+# What breaks each line of the distributed stages that the curves must notice. Each is run on the
 # masked data.
 MUTANTS = {
     "no rank stride": (
@@ -142,12 +144,12 @@ QUICK = ("no rank stride", "mean of means", "weights not broadcast")
 )
 def test_a_broken_line_is_noticed(curve, masked_data, tmp_path, name):
     """The equality test on a script with one line broken must fail."""
-    rung, edit = MUTANTS[name]
+    stage, edit = MUTANTS[name]
     flags = (*MASKED, "-d", masked_data)
     processes = 3 if "short" in name else 2
-    path = mutant(tmp_path, rung, edit)
+    path = mutant(tmp_path, stage, edit)
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    run(rung, processes, *exact(rung, processes), *flags, *named, path=path)
+    run(stage, processes, *exact(stage, processes), *flags, *named, path=path)
     with pytest.raises(AssertionError):
         assert_same_curve(reference(curve, *flags), metrics(tmp_path / "a"), range(1, 9))
 
@@ -194,26 +196,26 @@ CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 
 
 
 @pytest.mark.parametrize(
-    "rung",
+    "stage",
     [
         pytest.param("02-ddp", marks=pytest.mark.slow),
         pytest.param("03-fsdp", marks=pytest.mark.slow),
         "04-compression",
     ],
 )
-def test_gradients_travel_once_per_step(tmp_path, rung):
+def test_gradients_travel_once_per_step(tmp_path, stage):
     """A hook counts what travels: at 4 micro-batches a quarter of what goes out without care. In
-    rung 03 this is the way of --no-reshard-after-forward, in rung 04 that between replicas."""
+    stage 03 this is the way of --no-reshard-after-forward, in stage 04 that between replicas."""
     say = ("    log.close()\n", '    log.close()\n    say(f"calls {len(calls)}")\n')
     flags = ("--max-steps", "5", "-s", "64", "--global-batch-size", "8", "-b", "1")
-    if rung == "03-fsdp":
+    if stage == "03-fsdp":
         flags += ("--no-reshard-after-forward",)
     calls = []
-    for name, edits in (("last", ()), ("every", (EVERY[rung],))):
-        path = mutant(tmp_path / name, rung, *HOOKS[rung], say, *edits)
-        out = run(rung, 2, *exact(rung, 2), *flags, "--eval-sequences", "2", path=path).out
+    for name, edits in (("last", ()), ("every", (EVERY[stage],))):
+        path = mutant(tmp_path / name, stage, *HOOKS[stage], say, *edits)
+        out = run(stage, 2, *exact(stage, 2), *flags, "--eval-sequences", "2", path=path).out
         calls.append(int(out.split("calls ")[1].split()[0]))
-    assert calls == [CALLS[rung], 4 * CALLS[rung]]
+    assert calls == [CALLS[stage], 4 * CALLS[stage]]
 
 
 def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve):
@@ -237,20 +239,20 @@ def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve)
 
 @pytest.mark.law1
 @pytest.mark.parametrize(
-    ("rung", "processes"),
+    ("stage", "processes"),
     [
         ("03-fsdp", 2),
         ("04-compression", 2),
         pytest.param("04-compression", 4, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_keeps_no_more_for_more_micro_batches(rung, processes, curve):
+def test_a_rank_keeps_no_more_for_more_micro_batches(stage, processes, curve):
     """16 bytes of state for each parameter, divided by the ranks that share a replica. Gradients
     add up in shards, and the curve is that of one micro-batch."""
     flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "16")
-    shards = processes // 2 if rung == "04-compression" else processes
+    shards = processes // 2 if stage == "04-compression" else processes
     one = curve("01-single-gpu", 1, *flags, "-b", "16")
     for batch_size in (8, 2, 1):
-        more = curve(rung, processes, *flags, "-b", batch_size)
+        more = curve(stage, processes, *flags, "-b", batch_size)
         assert more[3]["memory/state_gb"] == pytest.approx(16 * 664_448 / shards / 1e9, rel=0.01)
         assert_same_curve(one, more, range(1, 4))

@@ -28,7 +28,7 @@ def llama(shape, layers):
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_state_in_rung_03(processes, tmp_path):
+def test_state_in_stage_03(processes, tmp_path):
     """16 bytes a parameter, dealt out."""
     config = llama(SHAPES[3], 3)
     config.architectures = ["LlamaForCausalLM"]
@@ -88,10 +88,10 @@ def test_logits_of_a_compiled_loss():
     if not shutil.which("g++"):
         pytest.skip("--compile on a CPU needs a compiler (Debian: apt-get install g++)")
     config = scale.config_of("Llama-3.2-1B")
-    rung = load("01-single-gpu")
+    stage = load("01-single-gpu")
     logits = torch.randn(1, 8, config.vocab_size).bfloat16().requires_grad_()
     targets = torch.randint(0, config.vocab_size, (1, 8))
-    compiled = torch.compile(rung.sum_cross_entropy, dynamic=False)
+    compiled = torch.compile(stage.sum_cross_entropy, dynamic=False)
     measured = bytes_of_the_loss(compiled, logits, targets) / 8
     assert measured == pytest.approx(scale.logit_bytes(config), rel=0.05)
 

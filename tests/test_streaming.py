@@ -147,10 +147,10 @@ def test_unlike_documents_do_not_pile_up(tmp_path):
     code = f"""
 import datasets, torch.distributed as dist
 from conftest import load, open_streams
-rung = load("06-streaming")
+stage = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/meeting", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{tmp_path}/data.jsonl", streaming=True)["train"]
-streams = open_streams(rung, data, 256, 8, 8, 8)
+streams = open_streams(stage, data, 256, 8, 8, 8)
 streams.open(0, 0, None)
 for step in range(200):
     streams.draw()
@@ -200,10 +200,10 @@ def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
     assert_same_curve(one, many, range(1, 25))
     assert one[24]["eval/loss"] == pytest.approx(many[24]["eval/loss"], rel=1e-5)
     assert one[24]["train/epoch"] == many[24]["train/epoch"] > 0
-    # The other rungs read other sequences. They refuse its checkpoint, and it refuses theirs.
+    # The other stages read other sequences. They refuse its checkpoint, and it refuses theirs.
     same = ("-e", "a", "--save-dir", tmp_path / "many", *SMALL, *data, "--max-steps", "30")
-    for rung in ("01-single-gpu", "05-multinode"):
-        refused = run(rung, 1, *same, check=False)
+    for stage in ("01-single-gpu", "05-multinode"):
+        refused = run(stage, 1, *same, check=False)
         assert refused.returncode != 0
         said = f"--data-streams None: the run in {tmp_path}/many/a has 8"
         assert refused.errors == [f"train-llm.py: error: {said}"]
@@ -298,11 +298,11 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
         code = f"""
 import re, datasets, torch.distributed as dist
 from conftest import load, open_streams
-rung = load("06-streaming")
+stage = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/{name}", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{path}", streaming=True)["train"]
-streams = open_streams(rung, data, 256, 8, 8, 8)
-rung.tokenize = lambda rows, *rest: {{"input_ids": [[*range(256)] for text in rows["text"]]}}
+streams = open_streams(stage, data, 256, 8, 8, 8)
+stage.tokenize = lambda rows, *rest: {{"input_ids": [[*range(256)] for text in rows["text"]]}}
 streams.open(0, 0, None)
 for _ in range(({count} - 8) // 8):
     streams.draw()
@@ -327,8 +327,8 @@ def test_it_runs_without_an_argument_and_learns(tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--streaming", "--data-streams=8", "--data-held-out=9"])
-def test_rung_05_names_rung_06(flag, tmp_path):
+def test_stage_05_names_stage_06(flag, tmp_path):
     """It had these flags before."""
     refused = run("05-multinode", 1, flag, check=False)
     assert len(refused.errors) == 1
-    assert "rung 06-streaming" in refused.errors[0]
+    assert "stage 06-streaming" in refused.errors[0]

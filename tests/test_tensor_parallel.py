@@ -1,4 +1,4 @@
-"""Rung 07: tensor parallelism computes what one process does, and holds a part of everything."""
+"""Stage 07: tensor parallelism computes what one process does, and holds a part of everything."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ from conftest import (
 )
 from transformers import AutoModelForCausalLM
 
-RUNG = "07-tensor-parallel"
+STAGE = "07-tensor-parallel"
 FIFTY = ("--max-steps", "50", "--dtype", "fp32", *SMALL)
 FEW = (*SMALL, "--max-steps", "3", "--dtype", "fp32")
 SIZES = {
@@ -30,7 +30,7 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
 }
-# Architectures whose plan this rung can carry out. Gemma 2 has norms behind attention and MLP,
+# Architectures whose plan this stage can carry out. Gemma 2 has norms behind attention and MLP,
 # Qwen 3 norms of heads, Starcoder 2 biases everywhere, Cohere one norm for attention and MLP.
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "cohere"]
 ARCHITECTURES += ["starcoder2", "phi", "olmo", "gpt_neox", "nemotron", "arcee", "seed_oss"]
@@ -59,7 +59,7 @@ def save_config(folder, architecture, **sizes):
 def test_fifty_steps(curve, processes, tensor_size):
     """In one dimension and in two. A state of 1/W, as everything is split, but for the norms."""
     one = curve("01-single-gpu", 1, *FIFTY)
-    split = curve(RUNG, processes, *FIFTY, "--tensor-size", tensor_size)
+    split = curve(STAGE, processes, *FIFTY, "--tensor-size", tensor_size)
     assert_same_curve(one, split, range(1, 51))
     assert split[50]["eval/loss"] == pytest.approx(one[50]["eval/loss"], rel=1e-5)
     whole = one[50]["memory/state_gb"]
@@ -89,7 +89,7 @@ def test_the_same_curve_in_each_case(curve, masked_data, case):
     if case == "masked labels":
         flags += ("-d", masked_data)
     one = curve("01-single-gpu", 1, *(f for f in flags if f != "--no-reshard-after-forward"))
-    split = curve(RUNG, 4, *flags, "--tensor-size", 2)
+    split = curve(STAGE, 4, *flags, "--tensor-size", 2)
     assert_same_curve(one, split, one)
 
 
@@ -99,16 +99,16 @@ def test_fifty_steps_with_tied_embeddings(curve, tmp_path):
     """And with a vocabulary of 385 tokens, which is not divided equally."""
     folder = save_config(tmp_path / "m", "llama", vocab_size=385, tie_word_embeddings=True)
     one = curve("01-single-gpu", 1, *FIFTY, "-m", folder)
-    split = curve(RUNG, 4, *FIFTY, "-m", folder, "--tensor-size", 2)
+    split = curve(STAGE, 4, *FIFTY, "-m", folder, "--tensor-size", 2)
     assert_same_curve(one, split, range(1, 51))
 
 
 @pytest.mark.slow
-def test_bf16_trains_as_in_rung_03(curve):
+def test_bf16_trains_as_in_stage_03(curve):
     """Sums are in another order, so the curves differ by the precision of bf16."""
     flags = (*SMALL, "--max-steps", "10", "--dtype", "bf16")
     three = curve("03-fsdp", 2, *flags)
-    split = curve(RUNG, 4, *flags, "--tensor-size", 2)
+    split = curve(STAGE, 4, *flags, "--tensor-size", 2)
     for step in three:
         assert split[step]["train/loss"] == pytest.approx(three[step]["train/loss"], rel=0.01)
 
@@ -120,7 +120,7 @@ def compiled(folder, name, *flags, path=None):
     """The curve of a compiled run on two processes. Runs in one folder share compiled code."""
     named = ("-e", name, "--save-dir", folder, "--log-freq", 1, "--compile")
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    run(RUNG, 2, *flags, *named, path=path, **cache)
+    run(STAGE, 2, *flags, *named, path=path, **cache)
     return metrics(folder / name)
 
 
@@ -132,7 +132,7 @@ def test_compiled_as_eager(curve, tmp_path):
     length = 31 if torch.__version__ >= (2, 13) else 32
     flags = (*SMALL, "--max-steps", "4", "-s", length, "--eval-freq", "2", "--dtype", "fp32")
     flags += ("--activation-checkpointing", "--tensor-size", 2)
-    eager = curve(RUNG, 2, *flags)
+    eager = curve(STAGE, 2, *flags)
     steps = compiled(tmp_path, "compiled", *flags)
     assert_same_curve(eager, steps, range(1, 5))
     assert steps[4]["eval/loss"] == pytest.approx(eager[4]["eval/loss"], rel=1e-5)
@@ -144,8 +144,8 @@ def test_no_rank_computes_with_the_code_of_another(curve, tmp_path):
     """With PyTorch's cache it does, from the second run on, and trains something else. If the last
     lines fail, pytorch#188390 is mended, and the line in the script may go."""
     flags = (*SMALL, "--max-steps", "3", "--dtype", "fp32", "--tensor-size", 2)
-    eager = curve(RUNG, 2, *flags)
-    path = mutant(tmp_path / "mutant", RUNG, (CACHE, ""))
+    eager = curve(STAGE, 2, *flags)
+    path = mutant(tmp_path / "mutant", STAGE, (CACHE, ""))
     compiled(tmp_path, "fills the cache", *flags, path=path)
     assert_same_curve(eager, compiled(tmp_path, "script", *flags), range(1, 4))
     wrong = compiled(tmp_path, "mutant", *flags, path=path)
@@ -171,11 +171,11 @@ DUMP = """
 PLACE = '            log.lap("backward")\n'
 
 
-def gradients(folder, rung, processes, *flags):
-    """The gradients of the first step by name, computed by a rung. The last micro-batch's count."""
-    edit = (PLACE, PLACE + DUMP.replace("{TO}", str(folder / f"{rung}.pickle")))
-    run(rung, processes, *flags, path=mutant(folder / rung, rung, edit))
-    return pickle.loads((folder / f"{rung}.pickle").read_bytes())
+def gradients(folder, stage, processes, *flags):
+    """A stage's gradients of the first step, by name. The last micro-batch's count."""
+    edit = (PLACE, PLACE + DUMP.replace("{TO}", str(folder / f"{stage}.pickle")))
+    run(stage, processes, *flags, path=mutant(folder / stage, stage, edit))
+    return pickle.loads((folder / f"{stage}.pickle").read_bytes())
 
 
 QUICK = [("llama", True, 4), ("qwen3", False, 4)]
@@ -200,7 +200,7 @@ def test_every_gradient_is_that_of_one_process(tmp_path, architecture, tied, pro
     flags = ("-s", "32", "--global-batch-size", "4", "-b", "2", "--max-steps", "1", "-m", model)
     one = gradients(tmp_path, "01-single-gpu", 1, *flags, "--eval-sequences", 2)
     flags += ("--eval-sequences", 2, "--tensor-size", 2)
-    split = gradients(tmp_path, RUNG, processes, *flags)
+    split = gradients(tmp_path, STAGE, processes, *flags)
     assert split.keys() == one.keys()
     assert any("norm" in name for name in one) or architecture == "olmo"  # it has no weights there
     largest = max(gradient.norm() for gradient in one.values())
@@ -226,9 +226,9 @@ def test_a_broken_line_is_noticed(curve, tmp_path, name):
     folder = save_config(tmp_path / "m", "llama", tie_word_embeddings=True)
     flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "-m", folder, "--lr", "2e-3")
     one = curve("01-single-gpu", 1, *flags)
-    path = mutant(tmp_path / "mutant", RUNG, *MUTANTS[name])
+    path = mutant(tmp_path / "mutant", STAGE, *MUTANTS[name])
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1, "--tensor-size", 2)
-    run(RUNG, 4, *flags, *named, path=path)
+    run(STAGE, 4, *flags, *named, path=path)
     with pytest.raises(AssertionError):
         assert_same_curve(one, metrics(tmp_path / "a"), one)
 
@@ -293,8 +293,8 @@ SAY = """
 
 
 def watched(folder, processes, *flags, edits=()):
-    """What one step of rung 07 holds and sends, as rank 0 sees it."""
-    # Rung 01 has the same step, so with one process its numbers are those of --tensor-size 1.
+    """What one step of stage 07 holds and sends, as rank 0 sees it."""
+    # Stage 01 has the same step, so with one process its numbers are those of --tensor-size 1.
     edits = [
         (BEGIN, WATCH + "\n" + BEGIN),
         (FORWARD, HOOKED),
@@ -303,9 +303,9 @@ def watched(folder, processes, *flags, edits=()):
         (LAST, SAY + LAST),
         *edits,
     ]
-    path = mutant(folder, RUNG, *edits)
+    path = mutant(folder, STAGE, *edits)
     flags = ("--max-steps", 1, "--eval-sequences", 2, "--tensor-size", processes, *flags)
-    out = run(RUNG, processes, *flags, path=path).out
+    out = run(STAGE, processes, *flags, path=path).out
     return json.loads(out.split("FACTS")[1].splitlines()[0])
 
 
@@ -400,12 +400,12 @@ STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "const
 STEADY += ("--warmup-steps", "5")
 WALK = [
     ("01-single-gpu", 1, ()),
-    (RUNG, 4, ("--tensor-size", 2)),
+    (STAGE, 4, ("--tensor-size", 2)),
     ("03-fsdp", 2, ()),
-    (RUNG, 4, ("--tensor-size", 4)),
-    (RUNG, 2, ("--tensor-size", 1)),
+    (STAGE, 4, ("--tensor-size", 4)),
+    (STAGE, 2, ("--tensor-size", 1)),
     ("05-multinode", 2, ()),
-    (RUNG, 2, ("--tensor-size", 2)),
+    (STAGE, 2, ("--tensor-size", 2)),
     ("01-single-gpu", 1, ()),
 ]
 SHORT_WALK = [WALK[0], WALK[1], WALK[6], WALK[0]]
@@ -421,16 +421,16 @@ SHORT_WALK = [WALK[0], WALK[1], WALK[6], WALK[0]]
     ],
 )
 def test_a_run_changes_its_tensor_size(walk, name, curve, tmp_path):
-    """Three steps on each. The curve is that of rung 01, and so is the model at the end."""
+    """Three steps on each. The curve is that of stage 01, and so is the model at the end."""
     model = ()
     if name != "tiny":
         architecture = "llama" if name == "tied" else name
         sizes = {"vocab_size": 385, "tie_word_embeddings": name == "tied"}
         model = ("-m", save_config(tmp_path / "m", architecture, **sizes))
     named = ("-e", "a", "--save-dir", tmp_path)
-    for number, (rung, processes, more) in enumerate(walk):
-        flags = (*exact(rung, processes), *STEADY, *model, *named, *more)
-        out = run(rung, processes, *flags, "--max-steps", 3 + 3 * number).out
+    for number, (stage, processes, more) in enumerate(walk):
+        flags = (*exact(stage, processes), *STEADY, *model, *named, *more)
+        out = run(stage, processes, *flags, "--max-steps", 3 + 3 * number).out
         assert (f"resumed from {tmp_path}/a/step-{3 * number:08d}" in out) == (number > 0)
     resumed = metrics(tmp_path / "a")
     assert list(resumed) == list(range(1, 3 * len(walk) + 1))
@@ -445,11 +445,11 @@ def test_the_export_is_the_trained_model(tmp_path):
     tokens = torch.arange(32)[None] * 7 % 384
     logits = {}
     flags = (*FEW, "--save-dir", tmp_path)
-    for rung, processes, more in (("01-single-gpu", 1, ()), (RUNG, 4, ("--tensor-size", 2))):
-        run(rung, processes, *flags, "-e", rung, *more)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / rung / "final_model")
-        logits[rung] = model(tokens).logits
-    assert torch.allclose(logits["01-single-gpu"], logits[RUNG], atol=1e-5)
+    for stage, processes, more in (("01-single-gpu", 1, ()), (STAGE, 4, ("--tensor-size", 2))):
+        run(stage, processes, *flags, "-e", stage, *more)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / stage / "final_model")
+        logits[stage] = model(tokens).logits
+    assert torch.allclose(logits["01-single-gpu"], logits[STAGE], atol=1e-5)
 
 
 @pytest.mark.law1
@@ -461,7 +461,7 @@ def test_pretrained_weights_are_read_in_parts(curve, tmp_path):
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
     one = curve("01-single-gpu", 1, *FEW, "-m", tmp_path / "m")
-    split = curve(RUNG, 4, *FEW, "-m", tmp_path / "m", "--tensor-size", 2)
+    split = curve(STAGE, 4, *FEW, "-m", tmp_path / "m", "--tensor-size", 2)
     assert_same_curve(one, split, range(1, 4))
 
 
@@ -491,9 +491,9 @@ def test_an_overflow_of_fp16_on_one_rank_skips_the_step_on_all(tmp_path, process
         ("        scaler.update()\n", OVERFLOWED),
         ("GradScaler(device.type, ", "GradScaler(device.type, init_scale=256.0, "),
     ]
-    path = mutant(tmp_path, RUNG, *edits)
+    path = mutant(tmp_path, STAGE, *edits)
     flags = (*SMALL, "--max-steps", "3", "--dtype", "fp16", "--tensor-size", tensor_size)
-    out = run(RUNG, processes, *flags, path=path).out
+    out = run(STAGE, processes, *flags, path=path).out
     lines = [line.split("CHANGED ")[1] for line in out.splitlines() if "CHANGED" in line]
     every = [[True] * processes, [False] * processes, [True] * processes]
     assert lines == [f"{i + 1} {every[i]} {scale}" for i, scale in enumerate((256.0, 128.0, 128.0))]
@@ -516,7 +516,7 @@ REFUSED = [
 )
 def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, processes, message):
     folder = save_config(tmp_path / "m", architecture, **sizes)
-    result = run(RUNG, processes, *FEW, "-m", folder, check=False)
+    result = run(STAGE, processes, *FEW, "-m", folder, check=False)
     assert result.returncode != 0
     [line] = result.errors
     assert message in line
@@ -525,11 +525,11 @@ def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, pr
 @pytest.mark.parametrize("place", ["mlp", "self_attn", "input_layernorm"])
 def test_a_parameter_that_the_plan_does_not_know_is_refused(place, capsys):
     """Inside attention and MLP a vector would get the gradient of some of the features."""
-    rung = load(RUNG)
+    stage = load(STAGE)
     config = transformers.AutoConfig.for_model("llama", **SIZES)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert rung.find_plan(model, 2)
+    assert stage.find_plan(model, 2)
     name = f"model.layers.1.{place}"
     if place == "input_layernorm":  # a norm with a module in it
         model.get_submodule(name).inner = torch.nn.Identity()
@@ -537,20 +537,20 @@ def test_a_parameter_that_the_plan_does_not_know_is_refused(place, capsys):
         model.get_submodule(name).inner = torch.nn.RMSNorm(64, device="meta")
         name += ".inner"
     with pytest.raises(SystemExit):
-        rung.find_plan(model, 2)
+        stage.find_plan(model, 2)
     line = f"error: --tensor-size: the plan for llama leaves out {name}, use 03-fsdp"
     assert line in capsys.readouterr().err
 
 
 def test_a_matrix_in_the_place_of_a_norm_of_heads_is_refused(capsys):
-    rung = load(RUNG)
+    stage = load(STAGE)
     config = transformers.AutoConfig.for_model("qwen3", **SIZES)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        assert rung.find_plan(model, 2)
+        assert stage.find_plan(model, 2)
         model.model.layers[1].self_attn.q_norm = torch.nn.Linear(8, 8)
     with pytest.raises(SystemExit):
-        rung.find_plan(model, 2)
+        stage.find_plan(model, 2)
     name = "model.layers.1.self_attn.q_norm"
     assert f"the plan for {name}, is for norms only, use 03-fsdp" in capsys.readouterr().err
 
@@ -558,24 +558,24 @@ def test_a_matrix_in_the_place_of_a_norm_of_heads_is_refused(capsys):
 def test_ranks_with_different_tensor_sizes(tmp_path):
     """As with other flags on another machine. Rows of unequal length would hang."""
     size = 'args.tensor_size or int(os.environ["LOCAL_WORLD_SIZE"])'
-    path = mutant(tmp_path, RUNG, (size, 'int(os.environ["RANK"]) + 1'))
-    result = run(RUNG, 2, *FEW, path=path, check=False)
+    path = mutant(tmp_path, STAGE, (size, 'int(os.environ["RANK"]) + 1'))
+    result = run(STAGE, 2, *FEW, path=path, check=False)
     line = "train-llm.py: error: --tensor-size: 1 here and 2 on rank 1, set it on all"
     assert result.errors == [line]
 
 
 @pytest.mark.skipif(torch.__version__ >= (2, 13), reason="newer than PyTorch 2.12")
 def test_unequal_numbers_of_tokens_need_a_newer_pytorch():
-    result = run(RUNG, 2, *FEW, "-s", 31, check=False)
+    result = run(STAGE, 2, *FEW, "-s", 31, check=False)
     [line] = result.errors
     assert "--seq-length 31: PyTorch" in line
 
 
 def test_processes_that_do_not_form_whole_groups():
-    result = run(RUNG, 2, *FEW, "--tensor-size", 3, check=False)
+    result = run(STAGE, 2, *FEW, "--tensor-size", 3, check=False)
     assert result.errors == ["train-llm.py: error: --tensor-size 3: does not divide 2 processes"]
 
 
 def test_the_default_is_the_processes_of_a_machine():
-    out = run(RUNG, 2, *SMALL, "--max-steps", "1").out
+    out = run(STAGE, 2, *SMALL, "--max-steps", "1").out
     assert "1 tensor group(s) of 2 rank(s)" in out

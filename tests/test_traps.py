@@ -1,4 +1,4 @@
-"""Each trap is as wrong as its table says, and this ladder's way is right. The tables are made
+"""Each trap is as wrong as its table says, and this course's way is right. The tables are made
 anew, as a user makes them, and must agree with the stored ones, which the chapters quote."""
 
 import re
@@ -138,7 +138,7 @@ def test_permutation(folder):
 
 
 def test_optimizer_restored(folder):
-    """Without moments it is another run; this ladder's is the one that never stopped."""
+    """Without moments it is another run; this course's is the one that never stopped."""
     whole, lost, right = [numbers(row[1:]) for row in rows_of(folder, "optimizer-restored")]
     assert lost[:2] == [0, 0] and lost[2] == whole[2]
     assert max(abs(a - b) for a, b in zip(lost[3:], whole[3:], strict=True)) > 0.02
@@ -167,9 +167,9 @@ def test_dct_truncation(folder):
 
 def test_elastic_data(folder):
     rows = rows_of(folder, "elastic-data")
-    ladder = [numbers(row[2:]) for row in rows if "ladder" in row[0]]
-    assert ladder == [[0, 0], [0, 0]]
-    others = [numbers(row[2:]) for row in rows if "ladder" not in row[0]]
+    course = [numbers(row[2:]) for row in rows if "course" in row[0]]
+    assert course == [[0, 0], [0, 0]]
+    others = [numbers(row[2:]) for row in rows if "course" not in row[0]]
     assert len(others) == 6 and all(max(row) > 5 for row in others)
 
 

@@ -15,10 +15,10 @@ import torch
 from conftest import ROOT, metrics
 
 MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
-RUNG_01, RUNG_02, RUNG_03 = "01-single-gpu", "02-ddp", "03-fsdp"
-RUNG_04, RUNG_05, RUNG_06 = "04-compression", "05-multinode", "06-streaming"
-RUNG_07 = "07-tensor-parallel"
-RUNG_08 = "08-pipeline-parallel"
+STAGE_01, STAGE_02, STAGE_03 = "01-single-gpu", "02-ddp", "03-fsdp"
+STAGE_04, STAGE_05, STAGE_06 = "04-compression", "05-multinode", "06-streaming"
+STAGE_07 = "07-tensor-parallel"
+STAGE_08 = "08-pipeline-parallel"
 GPU = torch.cuda.is_available()
 
 
@@ -40,12 +40,12 @@ def write_model(folder, **sizes):
     return folder
 
 
-def torchrun(how, rung, patch, flags):
-    """The command that runs a rung, or with a `patch` the rung with a function changed."""
+def torchrun(how, stage, patch, flags):
+    """The command that runs a stage, or with a `patch` the stage with a function changed."""
     command = [sys.executable, "-m", "torch.distributed.run", *how]
-    script = [ROOT / rung / "train-llm.py"]
+    script = [ROOT / stage / "train-llm.py"]
     if patch:
-        script = [Path(__file__).with_name("benchmark.py"), "worker", rung, patch]
+        script = [Path(__file__).with_name("benchmark.py"), "worker", stage, patch]
     return [str(word) for word in [*command, *script, *flags]]
 
 
@@ -71,7 +71,7 @@ def report(name, head, rows):
 @contextlib.contextmanager
 def two_nodes(mbit=None):
     """Yields the names of two namespaces. With `mbit` each sends at most so many Mbit/s."""
-    names = [f"ladder-{os.getpid()}-{i}" for i in (0, 1)]
+    names = [f"course-{os.getpid()}-{i}" for i in (0, 1)]
     ip = partial(subprocess.run, check=True)
     try:
         for name in names:
@@ -103,8 +103,8 @@ def counted(name):
     return total - 66 * packets
 
 
-def run_on(names, rung, patch, flags):
-    """Runs a rung with a process on each node; its metrics, and payload that each node sent."""
+def run_on(names, stage, patch, flags):
+    """Runs a stage with a process on each node; its metrics, and payload that each node sent."""
     with tempfile.TemporaryDirectory() as folder:
         before = [counted(name) for name in names]
         processes = []
@@ -112,7 +112,7 @@ def run_on(names, rung, patch, flags):
             how = ["--nnodes", 2, "--node-rank", i, "--nproc-per-node", 1]
             how += ["--master-addr", "10.77.0.1", "--master-port", 29500]
             named = ["-e", "run", "--save-dir", folder]
-            command = torchrun(how, rung, patch, [*flags, *named])
+            command = torchrun(how, stage, patch, [*flags, *named])
             processes.append(
                 subprocess.Popen(
                     ["ip", "netns", "exec", name, *command],
@@ -125,6 +125,6 @@ def run_on(names, rung, patch, flags):
         for process in processes:
             errors = process.communicate(timeout=1800)[1]
             if process.returncode:
-                raise RuntimeError(f"{rung} {patch} {flags}: {errors[-3000:]}")
+                raise RuntimeError(f"{stage} {patch} {flags}: {errors[-3000:]}")
         sent = [counted(name) - count for name, count in zip(names, before, strict=True)]
         return list(metrics(Path(folder, "run")).values()), sent

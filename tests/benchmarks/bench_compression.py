@@ -1,4 +1,4 @@
-"""Measures rung 04: bytes, slow links, encoding, loss. Controls and what was tried and left out."""
+"""Measures stage 04: bytes, slow links, encoding, loss. Controls, what was tried and left out."""
 
 import argparse
 import itertools
@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from bench_common import (
     GPU,
     MEASURED,
-    RUNG_02,
-    RUNG_04,
+    STAGE_02,
+    STAGE_04,
     environment,
     report,
     run_on,
@@ -31,7 +31,7 @@ from bench_common import (
 from canvas import WIDTH, Canvas
 from conftest import load, metrics
 
-# Patches of rung 04: each changes its GradientCompressor.
+# Patches of stage 04: each changes its GradientCompressor.
 
 
 def silent(module, _):
@@ -168,7 +168,7 @@ def warmup(module, steps):
 
 
 def power_sgd(module, value):
-    """PyTorch's PowerSGD hook on rung 02: rank and dense steps before it, as `16/60`.
+    """PyTorch's PowerSGD hook on stage 02: rank and dense steps before it, as `16/60`.
 
     Source: Vogels et al., arXiv:1905.13727."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
@@ -195,7 +195,7 @@ def power_sgd(module, value):
 
 
 def fp16_hook(module, _):
-    """PyTorch's hook on rung 02 that casts gradients to fp16."""
+    """PyTorch's hook on stage 02 that casts gradients to fp16."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
     wrap = module.DistributedDataParallel
@@ -255,9 +255,9 @@ def wire():
     rows = []
     with tempfile.TemporaryDirectory() as folder, two_nodes() as names:
         flags = small_steps(folder, steps)
-        quiet = statistics.mean(run_on(names, RUNG_04, "silent", [*flags, *flags_of("none")])[1])
+        quiet = statistics.mean(run_on(names, STAGE_04, "silent", [*flags, *flags_of("none")])[1])
         for way in COMPRESSIONS:
-            lines, sent = run_on(names, RUNG_04, None, [*flags, *flags_of(way)])
+            lines, sent = run_on(names, STAGE_04, None, [*flags, *flags_of(way)])
             seen = (statistics.mean(sent) - quiet) / steps
             logged = statistics.mean(line["comm/bytes_per_step"] for line in lines)
             rows.append(
@@ -270,7 +270,7 @@ def wire():
 
 
 SPEEDS = (50, 200, 1000)
-DDP = "rung 02, DDP in fp32"
+DDP = "stage 02, DDP in fp32"
 
 
 def link():
@@ -278,18 +278,18 @@ def link():
 
     Prints for each way to compress from which speed of a link on it is too slow."""
     modes = {
-        DDP: (RUNG_02, None, ()),
-        "rung 02, PyTorch's fp16 hook": (RUNG_02, "fp16", ()),
-        "rung 02, PyTorch's PowerSGD, rank 16": (RUNG_02, "powersgd=16/2", ()),
+        DDP: (STAGE_02, None, ()),
+        "stage 02, PyTorch's fp16 hook": (STAGE_02, "fp16", ()),
+        "stage 02, PyTorch's PowerSGD, rank 16": (STAGE_02, "powersgd=16/2", ()),
     }
     for way in COMPRESSIONS:
-        modes[f"rung 04, {way}"] = (RUNG_04, None, flags_of(way))
+        modes[f"stage 04, {way}"] = (STAGE_04, None, flags_of(way))
 
     seconds = {}
     for mbit in SPEEDS:
         with tempfile.TemporaryDirectory() as folder, two_nodes(mbit) as names:
-            for mode, (rung, patch, flags) in modes.items():
-                lines, _ = run_on(names, rung, patch, [*small_steps(folder, 8), *flags])
+            for mode, (stage, patch, flags) in modes.items():
+                lines, _ = run_on(names, stage, patch, [*small_steps(folder, 8), *flags])
                 line = medians(lines[3:])
                 seconds[mode, mbit] = line["time/total_ms"] / 1000
                 print(mode, mbit, round(seconds[mode, mbit], 3), flush=True)
@@ -332,7 +332,7 @@ def say_break_even(mode, mbit):
 
 
 def break_even(run_dir, processes):
-    """Says it for a run of rung 04, of so many processes, by the last line of its log.
+    """Says it for a run of stage 04, of so many processes, by the last line of its log.
 
     On a GPU the backward of a step's last micro-batch, which takes twice its forward, hides that
     much of the sending. Whether it was on a GPU is what this machine would do."""
@@ -357,7 +357,7 @@ def break_even(run_dir, processes):
 
 def encode():
     """GB/s of fp32 gradients through encoder and decoder, and through a plain copy."""
-    module = load(RUNG_04)
+    module = load(STAGE_04)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
@@ -469,12 +469,12 @@ def train(mode, seed, lr):
         flags = ["-m", model, "-s", 64, "--global-batch-size", 8, "-b", 2]
         flags += ["--max-steps", 600, "--eval-sequences", 512, "--dtype", "fp32"]
         flags += ["--device", "cpu", "--seed", seed, "--lr", lr, "-e", "run", "--save-dir", folder]
-        rung = RUNG_02
+        stage = STAGE_02
         if compression:
-            rung = RUNG_04
+            stage = STAGE_04
             flags += ["--shard-size", 1, "--compression", compression]
             flags += ["--wire-dtype", wire_dtype, "--keep-ratio", keep_ratio]
-        command = torchrun(["--standalone", "--nproc-per-node", 4], rung, patch, flags)
+        command = torchrun(["--standalone", "--nproc-per-node", 4], stage, patch, flags)
         run = subprocess.run(command, env=environment(), capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{mode}: {run.stderr[-3000:]}")

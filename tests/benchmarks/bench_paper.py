@@ -3,7 +3,7 @@
 import scale
 import torch
 import transformers
-from bench_common import RUNG_08, report
+from bench_common import STAGE_08, report
 from conftest import load
 
 # Model, GPUs, GPUs of a replica.
@@ -77,23 +77,23 @@ def split_over_four_nodes():
     name, sequences, length = "Llama-3-70B", 128, 8192
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(scale.config_of(name))
-    blocks_per_stage = load(RUNG_08).split_blocks(model, model.model.layers, 4, length)
+    blocks_per_stage = load(STAGE_08).split_blocks(model, model.model.layers, 4, length)
     ways = {
         "03": "32 shards",
         "04": "4 replicas of 8 shards",
         "07": "tensor groups of 8, 4 shards",
-        "08": f"4 stages of {' + '.join(map(str, blocks_per_stage))} blocks, 8 shards",
+        "08": f"4 pipeline stages of {' + '.join(map(str, blocks_per_stage))} blocks, 8 shards",
     }
     rows = []
-    for rung, way in ways.items():
-        how = (rung, name, sequences, length, blocks_per_stage)
+    for stage, way in ways.items():
+        how = (stage, name, sequences, length, blocks_per_stage)
         step = scale.step_on_four_nodes(*how)
-        row = [rung, way, f"{step['memory'] / 1e9:,.0f}"]
+        row = [stage, way, f"{step['memory'] / 1e9:,.0f}"]
         row += [f"{step[which] / 1e9:,.0f}" for which in ("within", "between")]
         for speed in (scale.FAST_NODE, scale.SLOW_NODE):
             row.append(f"{step['seconds'](speed):,.0f}" if step["memory"] < 80e9 else "–")
         rows.append(row)
-    head = ["rung", "split over 4 × 8 GPUs", "memory of the largest GPU, GB"]
+    head = ["stage", "split over 4 × 8 GPUs", "memory of the largest GPU, GB"]
     head += ["sent by a GPU within its machine, GB", "sent by a machine, GB"]
     head += ["step, s, 400 Gbit/s for each GPU", "step, s, 100 Gbit/s for each machine"]
     report("scale-split", head, rows)

@@ -1,4 +1,4 @@
-"""Rungs 01 to 05 side by side: losses, speed, memory, and bytes that are sent."""
+"""Stages 01 to 05 side by side: losses, speed, memory, and bytes that are sent."""
 
 import statistics
 import subprocess
@@ -7,11 +7,11 @@ import tempfile
 from pathlib import Path
 
 from bench_common import (
-    RUNG_01,
-    RUNG_02,
-    RUNG_03,
-    RUNG_04,
-    RUNG_05,
+    STAGE_01,
+    STAGE_02,
+    STAGE_03,
+    STAGE_04,
+    STAGE_05,
     environment,
     report,
     run_on,
@@ -22,33 +22,33 @@ from bench_speed import LLAMA_25M
 from conftest import ROOT, metrics
 
 STEPS = 40
-# Name in the table: rung, flags.
+# Name in the table: stage, flags.
 RUNS = {
-    "01": (RUNG_01, []),
-    "02": (RUNG_02, []),
-    "03": (RUNG_03, []),
-    "04, int8, the default": (RUNG_04, ["--shard-size", 1]),
-    "04, none": (RUNG_04, ["--shard-size", 1, "--compression", "none"]),
+    "01": (STAGE_01, []),
+    "02": (STAGE_02, []),
+    "03": (STAGE_03, []),
+    "04, int8, the default": (STAGE_04, ["--shard-size", 1]),
+    "04, none": (STAGE_04, ["--shard-size", 1, "--compression", "none"]),
     "04, randk in int4": (
-        RUNG_04,
+        STAGE_04,
         ["--shard-size", 1, "--compression", "randk", "--wire-dtype", "int4"],
     ),
-    "05, int8, the default": (RUNG_05, ["--shard-size", 1]),
+    "05, int8, the default": (STAGE_05, ["--shard-size", 1]),
 }
 
 
-def measure(names, rung, flags):
+def measure(names, stage, flags):
     """Lines of one run by step, and MB that a node sends per step: what 15 steps send beyond 5. A
-    run's start and end send too, and the sample of rung 03 not little."""
-    if rung == RUNG_01:
+    run's start and end send too, and the sample of stage 03 not little."""
+    if stage == STAGE_01:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, ROOT / rung / "train-llm.py", *flags]
+            command = [sys.executable, ROOT / stage / "train-llm.py", *flags]
             command += ["-e", "run", "--save-dir", folder]
             out = subprocess.DEVNULL
             subprocess.run(map(str, command), env=environment(), check=True, stdout=out)
             return metrics(Path(folder, "run")), 0.0
-    lines, _ = run_on(names, rung, None, flags)
-    few, many = (run_on(names, rung, None, [*flags, "--max-steps", n])[1] for n in (5, 15))
+    lines, _ = run_on(names, stage, None, flags)
+    few, many = (run_on(names, stage, None, [*flags, "--max-steps", n])[1] for n in (5, 15))
     sent = (statistics.mean(many) - statistics.mean(few)) / 10
     return {line["step"]: line for line in lines}, sent / 1e6
 
@@ -60,8 +60,8 @@ def picture():
         common = ["-m", write_model(Path(folder, "model"), **LLAMA_25M), "-s", 64, "-b", 4]
         common += ["--global-batch-size", 8, "--max-steps", STEPS, "--log-freq", 1]
         common += ["--eval-sequences", 1, "--ckpt-freq", 10**9, "--device", "cpu"]
-        for name, (rung, flags) in RUNS.items():
-            results[name] = measure(names, rung, [*common, *flags])
+        for name, (stage, flags) in RUNS.items():
+            results[name] = measure(names, stage, [*common, *flags])
             print(name, results[name][0][STEPS]["train/loss"], flush=True)
     columns = {"tokens/s": [], "state of a rank, MB": [], "sent per step, MB": []}
     rows = []
@@ -73,5 +73,5 @@ def picture():
             column.append(number)
         losses = [f"{lines[step]['train/loss']:.4f}" for step in (1, 20, STEPS)]
         rows.append([name, *losses, *(f"{number:,.0f}" for number in numbers)])
-    head = ["rung", *(f"loss at step {step}" for step in (1, 20, STEPS)), *columns]
+    head = ["stage", *(f"loss at step {step}" for step in (1, 20, STEPS)), *columns]
     report("picture", head, rows)

@@ -1,4 +1,4 @@
-"""Measures rung 08: which stage computes when, what it keeps, and what it sends."""
+"""Measures stage 08: which pipeline stage computes when, what it keeps, and what it sends."""
 
 import contextlib
 import json
@@ -12,41 +12,41 @@ from pathlib import Path
 
 import torch
 import transformers
-from bench_common import MEASURED, RUNG_08, environment, report, torchrun, write_model
+from bench_common import MEASURED, STAGE_08, environment, report, torchrun, write_model
 from bench_speed import must_agree, run_and_count, setting
 from canvas import WIDTH, Canvas
 from torch.distributed.tensor import DTensor
 
-# How long a forward pass of a stage takes, and a backward pass, which is twice the work.
+# How long a forward pass of a pipeline stage takes, and a backward pass, which is twice the work.
 FORWARD, BACKWARD = 1, 2
 UNIT_SECONDS = 0.02
 STEPS = 6
-# Each number of stages below divides the blocks. The output layer is hardly any work.
+# Each number of pipeline stages below divides the blocks. The output layer is hardly any work.
 EIGHT_BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8}
 SETTINGS = [(2, 2), (2, 8), (4, 4), (4, 8), (4, 16)]
 SCHEDULES = ("1f1b", "gpipe")
 
 
 def bubble(num_stages, micro_batches):
-    """The share of a step in which a stage is idle, if all stages take equally long."""
+    """The share of a step in which a pipeline stage is idle, if all stages take equally long."""
     return (num_stages - 1) / (micro_batches + num_stages - 1)
 
 
 def run_patched(patch, model, num_stages, micro_batches, schedule, *more):
-    """A short run of one pipeline with functions changed: what each stage has written."""
+    """A short run of one pipeline with functions changed: what each pipeline stage has written."""
     flags = ["-m", model, "-d", "dummy", "-s", 32, "-b", 1, "--global-batch-size", micro_batches]
     flags += ["--max-steps", STEPS, "--eval-sequences", 1, "--stages", num_stages]
     flags += ["--schedule", schedule, *more]
     with tempfile.TemporaryDirectory() as folder:
         how = ["--standalone", "--nproc-per-node", num_stages]
-        command = torchrun(how, RUNG_08, f"{patch}={folder}", flags)
+        command = torchrun(how, STAGE_08, f"{patch}={folder}", flags)
         subprocess.run(command, env=environment(), check=True, capture_output=True)
         files = [Path(folder, f"{stage}.json") for stage in range(num_stages)]
         return [json.loads(file.read_text()) for file in files]
 
 
 def idle_shares(stages):
-    """Of each stage's [phase, start, end] in a step, the share of the step in which it is idle."""
+    """Of each pipeline stage's [phase, start, end] in a step, the share of it that it is idle."""
     begin = min(start for passes in stages for _, start, _ in passes)
     end = max(end for passes in stages for _, _, end in passes)
     return [1 - sum(b - a for _, a, b in passes) / (end - begin) for passes in stages]
@@ -55,8 +55,8 @@ def idle_shares(stages):
 def pipeline_bubble():
     """The bubble: by the formula, measured with passes that sleep, and with real computation.
 
-    Passes that sleep take equally long on each stage, also if there are more stages than cores.
-    With real computation the last stage has the output layer and the loss in addition."""
+    Passes that sleep take equally long on each pipeline stage, also if there are more stages than
+    cores. With real computation the last stage has the output layer and the loss in addition."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         small = write_model(Path(folder, "small"), **EIGHT_BLOCKS)
@@ -72,8 +72,9 @@ def pipeline_bubble():
                 real = measured_bubble("timed", *how, "-s", 256)
             rows.append([*row, real])
             print(rows[-1], flush=True)
-    head = ["stages S", "micro-batches M", "(S − 1) / (M + S − 1)", "1F1B, passes that sleep"]
-    report("pipeline-bubble", [*head, "GPipe, passes that sleep", "1F1B, real computation"], rows)
+    head = ["pipeline stages S", "micro-batches M", "(S − 1) / (M + S − 1)"]
+    head += ["1F1B, passes that sleep", "GPipe, passes that sleep", "1F1B, real computation"]
+    report("pipeline-bubble", head, rows)
 
 
 def percent(share):
@@ -81,14 +82,14 @@ def percent(share):
 
 
 def measured_bubble(patch, *how):
-    """The median over the steps but the first one, of the mean over the stages."""
+    """The median over the steps but the first one, of the mean over the pipeline stages."""
     steps = zip(*run_patched(patch, *how), strict=True)
     shares = [statistics.mean(idle_shares(stages)) for stages in steps]
     return percent(statistics.median(shares[1:]))
 
 
 def pipeline_timeline():
-    """A picture of one step with 4 stages and 8 micro-batches, as it was measured."""
+    """A picture of one step with 4 pipeline stages and 8 micro-batches, as it was measured."""
     with tempfile.TemporaryDirectory() as folder:
         small = write_model(Path(folder, "small"), **EIGHT_BLOCKS)
         measured = {}
@@ -102,7 +103,7 @@ TITLES = {"1f1b": "--schedule 1f1b", "gpipe": "--schedule gpipe"}
 
 
 def draw_timeline(path, measured):
-    """One step of a pipeline: a row for each stage, and a box for each pass of a micro-batch.
+    """One step of a pipeline: a row for each of its stages, a box for each pass of a micro-batch.
 
     `measured` has for each schedule a list of [phase, start, end], in seconds, for each stage."""
     left, row = 66, 30
@@ -144,7 +145,7 @@ def extent(stages):
 
 
 def pipeline_memory():
-    """What a stage keeps for the backward pass at the most, in activations of a micro-batch."""
+    """What a pipeline stage keeps for backward passes at most, in activations of a micro-batch."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         small = write_model(Path(folder, "small"), **EIGHT_BLOCKS)
@@ -154,12 +155,12 @@ def pipeline_memory():
                 ratios = [f"{most / first:.2f}" for first, most in stages]
                 rows.append([schedule, micro_batches, *ratios])
                 print(rows[-1], flush=True)
-    head = ["schedule", "micro-batches M", *[f"stage {i}" for i in range(4)]]
+    head = ["schedule", "micro-batches M", "pipeline stage 0", "stage 1", "stage 2", "stage 3"]
     report("pipeline-memory", head, rows)
 
 
 def pipeline():
-    """Rung 08 on 4 processes: one stage, two and four. The tokens of a step are the same.
+    """Stage 08 on 4 processes: one pipeline stage, two and four. The tokens of a step are the same.
 
     What 7 steps send more than 3 is for 4 steps."""
     rows, losses = [], []
@@ -169,8 +170,8 @@ def pipeline():
         for num_stages in (1, 2, 4):
             how["batch_size"] = 2
             more = ("--stages", str(num_stages))
-            _, sent_by_3 = run_and_count(how | {"steps": 3}, RUNG_08, None, *more, processes=4)
-            lines, sent_by_7 = run_and_count(how | {"steps": 7}, RUNG_08, None, *more, processes=4)
+            _, sent_by_3 = run_and_count(how | {"steps": 3}, STAGE_08, None, *more, processes=4)
+            lines, sent_by_7 = run_and_count(how | {"steps": 7}, STAGE_08, None, *more, processes=4)
             losses.append({line["step"]: line["train/loss"] for line in lines})
             must_agree({"losses": losses[0]}, list(losses[-1].values()))
             row = [f"{num_stages}, {4 // num_stages}"]
@@ -180,13 +181,14 @@ def pipeline():
                 row.append(f"{count / 1e6:.1f}")
             rows.append(row)
             print(row, flush=True)
-    head = ["(stage, shard), 25.3 M parameters", "state of the largest rank, MB"]
-    head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB", "between stages, MB"]
+    head = ["(pipeline stage, shard), 25.3 M parameters", "state of the largest rank, MB"]
+    head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB"]
+    head.append("between pipeline stages, MB")
     report("pipeline", head, rows)
 
 
 def sent_by_formula(config, processes, num_stages, how):
-    """Bytes that a rank sends in a step on average, fp32: by FSDP, and to other stages.
+    """Bytes that a rank sends in a step on average, fp32: by FSDP, and to other pipeline stages.
 
     Gloo carries a reduce-scatter out as an all-reduce, which sends twice as much."""
     pipelines = processes // num_stages
@@ -205,7 +207,7 @@ def sent_by_formula(config, processes, num_stages, how):
     return by_fsdp, between_stages
 
 
-# Patches, which `benchmark.py worker` applies to rung 08. Each rank writes a file.
+# Patches, which `benchmark.py worker` applies to stage 08. Each rank writes a file.
 
 
 def write(folder, values):
@@ -261,7 +263,7 @@ def timed(module, folder, seconds=0.0):
 
     def note(phase):
         now = time.perf_counter()
-        if phase in done:  # in some rounds a stage has no forward or no backward pass
+        if phase in done:  # in some rounds a pipeline stage has no forward or no backward pass
             passes.append([phase, last[0], now])
             done.remove(phase)
         if phase == "update":
@@ -317,9 +319,9 @@ def kept(module, folder):
 def virtual(module, folder):
     """Writes when the last pass of each step ends, and the time of all passes, by a virtual clock.
 
-    A pass advances the clock of its stage. When two stages exchange tensors, both clocks become the
-    later of the two: neither can go on before the other is there. So the result does not depend on
-    the machine."""
+    A pass advances the clock of its pipeline stage. When two stages exchange tensors, both clocks
+    become the later of the two: neither can go on before the other is there. So the result does not
+    depend on the machine."""
     clock, busy, end, steps = [0], [0], [0], []
     exchange = module.Stage.exchange
 

@@ -1,4 +1,4 @@
-"""Measures speed, memory, start, checkpoints and recovery of the rungs, some against peers.py."""
+"""Measures speed, memory, start, checkpoints and recovery of the stages, some against peers.py."""
 
 import contextlib
 import json
@@ -22,14 +22,14 @@ import torch
 import transformers
 from bench_common import (
     GPU,
-    RUNG_01,
-    RUNG_02,
-    RUNG_03,
-    RUNG_04,
-    RUNG_05,
-    RUNG_06,
-    RUNG_07,
-    RUNG_08,
+    STAGE_01,
+    STAGE_02,
+    STAGE_03,
+    STAGE_04,
+    STAGE_05,
+    STAGE_06,
+    STAGE_07,
+    STAGE_08,
     environment,
     report,
     torchrun,
@@ -72,7 +72,7 @@ def setting(folder, name):
 
 
 def flags_of(how, name, folder):
-    """The same as flags of a rung, which logs every `warm` steps."""
+    """The same as flags of a stage, which logs every `warm` steps."""
     flags = ["-m", how["model"], "-d", "dummy", "-s", how["seq_length"], "-b", how["batch_size"]]
     flags += ["--global-batch-size", how["global_batch_size"], "--max-steps", how["steps"]]
     flags += ["--log-freq", how["warm"], "--eval-sequences", 1, "-e", name, "--save-dir", folder]
@@ -88,30 +88,30 @@ def result_of(how, run_dir):
     return {"tokens_per_second": rate, "losses": {x["step"]: x["train/loss"] for x in lines}} | last
 
 
-def run_rung(how, rung, processes, *more, patch=None):
-    """One run of a rung; its result."""
+def run_stage(how, stage, processes, *more, patch=None):
+    """One run of a stage; its result."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags_of(how, "run", folder), *map(str, more)]
-        command = torchrun(["--standalone", "--nproc-per-node", processes], rung, patch, flags)
-        if rung == RUNG_01 and not patch:
-            command = [sys.executable, str(ROOT / rung / "train-llm.py"), *flags]
+        command = torchrun(["--standalone", "--nproc-per-node", processes], stage, patch, flags)
+        if stage == STAGE_01 and not patch:
+            command = [sys.executable, str(ROOT / stage / "train-llm.py"), *flags]
         threads = environment(OMP_NUM_THREADS=THREADS if processes == 1 else "1")
         subprocess.run(command, env=threads, check=True, capture_output=True)
         return result_of(how, Path(folder, "run"))
 
 
 def run_side_by_side(how):
-    """Two runs of rung 01 at once, each with one thread and half of the batch: tokens/s summed."""
+    """Two runs of stage 01 at once, each with one thread and half of the batch: tokens/s summed."""
     half = how | {"global_batch_size": how["global_batch_size"] // 2}
     with tempfile.TemporaryDirectory() as folder:
         runs = []
         for name in ("a", "b"):
-            command = [sys.executable, str(ROOT / RUNG_01 / "train-llm.py")]
+            command = [sys.executable, str(ROOT / STAGE_01 / "train-llm.py")]
             command += flags_of(half, name, folder)
             runs.append(subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL))
         for run in runs:
             if run.wait():
-                raise RuntimeError("rung 01 failed, see above")
+                raise RuntimeError("stage 01 failed, see above")
         rates = [result_of(half, Path(folder, name))["tokens_per_second"] for name in ("a", "b")]
     return {"tokens_per_second": sum(rates)}
 
@@ -151,22 +151,22 @@ def rate(results, name):
     return f"{statistics.median(x['tokens_per_second'] for x in results[name]):,.0f}"
 
 
-def must_agree(rung, losses):
-    """The same work: a peer's losses are those that the rung logged."""
+def must_agree(stage, losses):
+    """The same work: a peer's losses are those that the stage logged."""
     bound = 2e-2 if GPU else 1e-4
-    for step, loss in rung["losses"].items():
+    for step, loss in stage["losses"].items():
         if abs(losses[step - 1] / loss - 1) > bound:
-            sys.exit(f"step {step}: the peer's loss is {losses[step - 1]}, the rung's {loss}")
+            sys.exit(f"step {step}: the peer's loss is {losses[step - 1]}, the stage's {loss}")
 
 
 def single():
-    """Rung 01 against the bare loop and transformers.Trainer, on one device."""
+    """Stage 01 against the bare loop and transformers.Trainer, on one device."""
     rows = []
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
             contenders = {
-                "rung 01": lambda how=how: run_rung(how, RUNG_01, 1, "--no-compile"),
+                "stage 01": lambda how=how: run_stage(how, STAGE_01, 1, "--no-compile"),
                 "the bare loop": lambda how=how: run_peer(how, "bare"),
                 "Trainer": lambda how=how: run_peer(how, "trainer"),
             }
@@ -174,62 +174,62 @@ def single():
                 padded = lambda how=how: run_peer(how, "trainer", padded=True)  # noqa: E731
                 contenders["Trainer, documents padded"] = padded
             if GPU:
-                compiled = lambda how=how: run_rung(how, RUNG_01, 1, "--compile")  # noqa: E731
-                contenders["rung 01 --compile"] = compiled
+                compiled = lambda how=how: run_stage(how, STAGE_01, 1, "--compile")  # noqa: E731
+                contenders["stage 01 --compile"] = compiled
             results = in_turn(contenders, 3 if "GPT" in name else ROUNDS)
-        must_agree(results["rung 01"][0], results["the bare loop"][0]["losses"])
+        must_agree(results["stage 01"][0], results["the bare loop"][0]["losses"])
         for contender in contenders:
             row = [name, contender, rate(results, contender)]
-            rows.append([*row, *ratios(results, "rung 01", contender)])
-        for x in results["rung 01"] + results.get("rung 01 --compile", []):
+            rows.append([*row, *ratios(results, "stage 01", contender)])
+        for x in results["stage 01"] + results.get("stage 01 --compile", []):
             if "throughput/mfu" in x:
                 print(f"mfu {x['throughput/mfu']:.3f}, peak {x['memory/peak_allocated_gb']:.1f} GB")
-    head = ["model", "", "tokens/s", "rung 01 against it, median", "range"]
+    head = ["model", "", "tokens/s", "stage 01 against it, median", "range"]
     report("single-cuda" if GPU else "single", head, rows)
 
 
 def scaling():
-    """Two processes: rungs 02 and 03 against two runs of rung 01, one another, and accelerate."""
+    """Two processes: stages 02 and 03 against two runs of stage 01, one another, and accelerate."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = setting(folder, "Llama, 25 M") | {"steps": 3, "warm": 1}
         how = model | {"seq_length": 128, "batch_size": 4, "global_batch_size": 32}
         contenders = {
-            "two runs of rung 01": lambda: run_side_by_side(how),
-            "rung 02": lambda: run_rung(how, RUNG_02, 2),
-            "rung 03": lambda: run_rung(how, RUNG_03, 2),
-            "rung 03 --no-reshard-after-forward": lambda: run_rung(
-                how, RUNG_03, 2, "--no-reshard-after-forward"
+            "two runs of stage 01": lambda: run_side_by_side(how),
+            "stage 02": lambda: run_stage(how, STAGE_02, 2),
+            "stage 03": lambda: run_stage(how, STAGE_03, 2),
+            "stage 03 --no-reshard-after-forward": lambda: run_stage(
+                how, STAGE_03, 2, "--no-reshard-after-forward"
             ),
             "accelerate, DDP": lambda: run_peer(how, "accelerated", 2),
             "accelerate, FSDP2": lambda: run_peer(how, "accelerated", 2, fsdp=True),
         }
         results = in_turn(contenders, 3)
         for name in ("accelerate, DDP", "accelerate, FSDP2"):
-            must_agree(results["rung 02"][0], results[name][0]["losses"])
-        pairs = [("rung 02", "two runs of rung 01"), ("rung 02", "accelerate, DDP")]
-        pairs += [("rung 03", "rung 02"), ("rung 03 --no-reshard-after-forward", "rung 02")]
-        pairs += [("rung 03", "accelerate, FSDP2")]
+            must_agree(results["stage 02"][0], results[name][0]["losses"])
+        pairs = [("stage 02", "two runs of stage 01"), ("stage 02", "accelerate, DDP")]
+        pairs += [("stage 03", "stage 02"), ("stage 03 --no-reshard-after-forward", "stage 02")]
+        pairs += [("stage 03", "accelerate, FSDP2")]
         for name, other in pairs:
             rows.append(["4 of 512 tokens", name, other, rate(results, name)])
             rows[-1] += [rate(results, other), *ratios(results, name, other)]
         whole = model | {"seq_length": 256, "batch_size": 8, "global_batch_size": 16}
         contenders = {
-            "rung 02": lambda: run_rung(whole, RUNG_02, 2),
-            "rung 03": lambda: run_rung(whole, RUNG_03, 2),
+            "stage 02": lambda: run_stage(whole, STAGE_02, 2),
+            "stage 03": lambda: run_stage(whole, STAGE_03, 2),
         }
         results = in_turn(contenders, 3)
-        rows.append(["1 of 2048 tokens", "rung 03", "rung 02", rate(results, "rung 03")])
-        rows[-1] += [rate(results, "rung 02"), *ratios(results, "rung 03", "rung 02")]
+        rows.append(["1 of 2048 tokens", "stage 03", "stage 02", rate(results, "stage 03")])
+        rows[-1] += [rate(results, "stage 02"), *ratios(results, "stage 03", "stage 02")]
     head = ["micro-batches of a step, on each process", "", "against", "tokens/s"]
     head += ["tokens/s of the other", "ratio, median of 3", "range"]
-    report("scaling", head, [row for row in rows if row[1] == "rung 02"])
-    report("scaling-fsdp", head, [row for row in rows if row[1] != "rung 02"])
+    report("scaling", head, [row for row in rows if row[1] == "stage 02"])
+    report("scaling-fsdp", head, [row for row in rows if row[1] != "stage 02"])
 
 
 def streaming():
-    """Two processes: rung 06, which tokenizes during the steps, against rung 05, which has done so
-    before the first one. The documents of both are the paragraphs of the default data, so often
+    """Two processes: stage 06, which tokenizes during the steps, against stage 05, which has done
+    so before the first one. The documents of both are the paragraphs of the default data, so often
     that no stream ends: when streams end, ranks have unlike numbers of sequences."""
     rows = []
     paragraphs = [part for text in topics.values() for part in text.split("\n\n")]
@@ -243,49 +243,49 @@ def streaming():
             data.write_text(lines * (1 + 2 * tokens // len(lines)))
             flags = ("-d", data, "--compression", "none")
             contenders = {
-                "rung 06": partial(run_rung, how, RUNG_06, 2, *flags),
-                "rung 05": partial(run_rung, how, RUNG_05, 2, *flags),
+                "stage 06": partial(run_stage, how, STAGE_06, 2, *flags),
+                "stage 05": partial(run_stage, how, STAGE_05, 2, *flags),
             }
             results = in_turn(contenders)
-            row = [name, rate(results, "rung 06"), rate(results, "rung 05")]
-            row += ratios(results, "rung 06", "rung 05")
-            for rung in contenders:
-                data_ms = statistics.median(x["time/data_ms"] for x in results[rung])
+            row = [name, rate(results, "stage 06"), rate(results, "stage 05")]
+            row += ratios(results, "stage 06", "stage 05")
+            for stage in contenders:
+                data_ms = statistics.median(x["time/data_ms"] for x in results[stage])
                 row.append(f"{data_ms:.1f}")
             rows.append(row)
-    head = ["model", "rung 06, tokens/s", "rung 05, tokens/s", "06 / 05, median of 5", "range"]
+    head = ["model", "stage 06, tokens/s", "stage 05, tokens/s", "06 / 05, median of 5", "range"]
     head += ["data in a step of 06, ms", "of 05, ms"]
     report("streaming-cuda" if GPU else "streaming", head, rows)
 
 
 def world_of_one():
-    """The code of DDP and FSDP with nobody to talk to, against rung 01."""
+    """The code of DDP and FSDP with nobody to talk to, against stage 01."""
     name = next(iter(MODELS)) if GPU else "Llama, 25 M"
     with tempfile.TemporaryDirectory() as folder:
         how = setting(folder, name)
         contenders = {
-            "rung 01": lambda: run_rung(how, RUNG_01, 1),
-            "rung 02": lambda: run_rung(how, RUNG_02, 1),
-            "rung 03": lambda: run_rung(how, RUNG_03, 1),
+            "stage 01": lambda: run_stage(how, STAGE_01, 1),
+            "stage 02": lambda: run_stage(how, STAGE_02, 1),
+            "stage 03": lambda: run_stage(how, STAGE_03, 1),
         }
         results = in_turn(contenders)
-    rows = [[x, rate(results, x), *ratios(results, x, "rung 01")] for x in contenders]
-    head = [f"{name}, one process", "tokens/s", f"against rung 01, median of {ROUNDS}", "range"]
+    rows = [[x, rate(results, x), *ratios(results, x, "stage 01")] for x in contenders]
+    head = [f"{name}, one process", "tokens/s", f"against stage 01, median of {ROUNDS}", "range"]
     report("world-of-one-cuda" if GPU else "world-of-one", head, rows)
 
 
 def memory():
-    """State of a rank (parameters, gradients, Adam's moments) in rungs 02 and 03."""
+    """State of a rank (parameters, gradients, Adam's moments) in stages 02 and 03."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         how = setting(folder, "Llama, 25 M") | {"batch_size": 1, "global_batch_size": 4}
         how |= {"seq_length": 32, "steps": 2, "warm": 1}
         for processes in (1, 2, 4):
-            ddp = run_rung(how, RUNG_02, processes)["memory/state_gb"]
-            fsdp = run_rung(how, RUNG_03, processes)["memory/state_gb"]
+            ddp = run_stage(how, STAGE_02, processes)["memory/state_gb"]
+            fsdp = run_stage(how, STAGE_03, processes)["memory/state_gb"]
             share = f"{fsdp / ddp:.3f}", f"{fsdp / ddp * processes - 1:+.1%}".replace("%", " %")
             rows.append([processes, f"{1000 * ddp:.1f}", f"{1000 * fsdp:.1f}", *share])
-    head = ["processes W", "rung 02, MB", "rung 03, MB", "03 / 02", "off 1/W by"]
+    head = ["processes W", "stage 02, MB", "stage 03, MB", "03 / 02", "off 1/W by"]
     report("memory", head, rows)
 
 
@@ -293,9 +293,9 @@ MICRO_BATCHES = (1, 2, 4)
 # Memory that is freed goes back to the system at once. Otherwise it would seem to be in use.
 TRIM = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 ACCUMULATING = {
-    "rung 02": (RUNG_02, ()),
-    "rung 03": (RUNG_03, ()),
-    "rung 03 --no-reshard-after-forward": (RUNG_03, ("--no-reshard-after-forward",)),
+    "stage 02": (STAGE_02, ()),
+    "stage 03": (STAGE_03, ()),
+    "stage 03 --no-reshard-after-forward": (STAGE_03, ("--no-reshard-after-forward",)),
 }
 
 
@@ -306,12 +306,12 @@ def accumulation():
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "warm": 1}
-        for name, (rung, more) in ACCUMULATING.items():
+        for name, (stage, more) in ACCUMULATING.items():
             for micro_batches in MICRO_BATCHES:
                 how["global_batch_size"] = 4 * micro_batches
-                lines, sent_by_3 = run_and_count(how | {"steps": 3}, rung, "peaks", *more, **TRIM)
+                lines, sent_by_3 = run_and_count(how | {"steps": 3}, stage, "peaks", *more, **TRIM)
                 peak = 1000 * lines[2]["memory/peak_allocated_gb"]
-                lines, sent_by_7 = run_and_count(how | {"steps": 7}, rung, None, *more)
+                lines, sent_by_7 = run_and_count(how | {"steps": 7}, stage, None, *more)
                 ms = statistics.median(line["time/total_ms"] for line in lines[2:])
                 tokens = how["global_batch_size"] * how["seq_length"]
                 row = [name, micro_batches, f"{1000 * lines[-1]['memory/state_gb']:.1f}"]
@@ -323,11 +323,11 @@ def accumulation():
     report("accumulation", head, rows)
 
 
-def run_and_count(how, rung, patch, *more, processes=2, **variables):
+def run_and_count(how, stage, patch, *more, processes=2, **variables):
     """Processes in a network namespace of their own: the log, and bytes that a rank sent."""
     with tempfile.TemporaryDirectory() as folder:
         launch = ["--master-addr", "127.0.0.1", "--nproc-per-node", processes]
-        command = torchrun(launch, rung, patch, [*flags_of(how, "run", folder), *more])
+        command = torchrun(launch, stage, patch, [*flags_of(how, "run", folder), *more])
         inside = 'ip link set lo up; "$@"; code=$?; grep lo: /proc/net/dev; exit $code'
         run = subprocess.run(
             ["unshare", "-rn", "bash", "-c", inside, "bash", *command],
@@ -341,7 +341,7 @@ def run_and_count(how, rung, patch, *more, processes=2, **variables):
 
 
 def tensor():
-    """Rung 07 on 4 processes, split in three ways. The tokens of a step are the same.
+    """Stage 07 on 4 processes, split in three ways. The tokens of a step are the same.
 
     A tensor group of n ranks takes a micro-batch n times as large as one rank alone, so that each
     way has one micro-batch in a step. What 7 steps send more than 3 is for 4 steps."""
@@ -352,8 +352,8 @@ def tensor():
         for tensor_size in (1, 2, 4):
             how["batch_size"] = 2 * tensor_size
             more = ("--tensor-size", str(tensor_size))
-            _, sent_by_3 = run_and_count(how | {"steps": 3}, RUNG_07, None, *more, processes=4)
-            lines, sent_by_7 = run_and_count(how | {"steps": 7}, RUNG_07, None, *more, processes=4)
+            _, sent_by_3 = run_and_count(how | {"steps": 3}, STAGE_07, None, *more, processes=4)
+            lines, sent_by_7 = run_and_count(how | {"steps": 7}, STAGE_07, None, *more, processes=4)
             losses.append({line["step"]: line["train/loss"] for line in lines})
             must_agree({"losses": losses[0]}, list(losses[-1].values()))
             ms = statistics.median(line["time/total_ms"] for line in lines[2:])
@@ -371,7 +371,7 @@ def tensor():
 
 
 def tensor_memory():
-    """Peak memory of a step of rung 07, one tensor group of 1, 2 and 4 ranks, against the formula.
+    """Peak memory of a step of stage 07, one tensor group of 1, 2 and 4 ranks, against the formula.
 
     All work on the same micro-batch. What is in memory before the step, the state among it, is
     taken off, but for the gradients, which are freed when the step begins."""
@@ -382,7 +382,7 @@ def tensor_memory():
         config = transformers.AutoConfig.from_pretrained(how["model"])
         for size in (1, 2, 4):
             more = ("--tensor-size", str(size))
-            lines, _ = run_and_count(how, RUNG_07, "peaks", *more, processes=size, **TRIM)
+            lines, _ = run_and_count(how, STAGE_07, "peaks", *more, processes=size, **TRIM)
             gradients = lines[2]["memory/state_gb"] / 4
             before = lines[1]["memory/current_allocated_gb"] - gradients
             measured = lines[2]["memory/peak_allocated_gb"] - before
@@ -444,18 +444,18 @@ def loading():
         weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         weights.save_pretrained(model)
         del weights
-        ways = [(RUNG_02, 1, ()), *((RUNG_03, processes, ()) for processes in (1, 2, 4))]
-        ways += [(RUNG_08, 4, ("--stages", 2)), (RUNG_08, 4, ("--stages", 4))]
-        for rung, processes, more in ways:
-            log = Path(folder, "-".join([rung, str(processes), *map(str, more)]))
+        ways = [(STAGE_02, 1, ()), *((STAGE_03, processes, ()) for processes in (1, 2, 4))]
+        ways += [(STAGE_08, 4, ("--stages", 2)), (STAGE_08, 4, ("--stages", 4))]
+        for stage, processes, more in ways:
+            log = Path(folder, "-".join([stage, str(processes), *map(str, more)]))
             flags = ["-m", model, "-d", "dummy", "-s", 16, "--global-batch-size", 4]
             flags += ["-b", 1, "--max-steps", 1, "--eval-sequences", 1]
             flags += ["-e", "run", "--save-dir", log, *more]
             how = ["--standalone", "--nproc-per-node", processes]
-            command = torchrun(how, rung, f"watched={log}", flags)
+            command = torchrun(how, stage, f"watched={log}", flags)
             subprocess.run(command, env=environment(**TRIM), check=True, capture_output=True)
             phases = [json.loads(Path(f"{log}-{rank}").read_text()) for rank in range(processes)]
-            row = [" ".join([rung[:2], *map(str, more)]), processes]
+            row = [" ".join([stage[:2], *map(str, more)]), processes]
             for phase in ("load", "export"):
                 megabytes = [f"{rank[phase][0] / 1e6:,.0f}" for rank in phases]
                 others = sorted(megabytes[1:], key=lambda text: int(text.replace(",", "")))
@@ -463,7 +463,7 @@ def loading():
                 row.append(f"{phases[0][phase][1]:.1f}")
             rows.append([cell or "–" for cell in row])
             print(rows[-1], flush=True)
-    head = ["rung", "processes", "loading: rank 0, MB", "the others, MB", "seconds"]
+    head = ["stage", "processes", "loading: rank 0, MB", "the others, MB", "seconds"]
     head += ["export: rank 0, MB", "the others, MB", "seconds"]
     report("loading", head, rows)
 
@@ -514,15 +514,15 @@ def watched(module, log):
 
 def start():
     """From the start of the process to the end of its first step, against imports and loading."""
-    spent = {"rung 01": [], "load": []}
+    spent = {"stage 01": [], "load": []}
     for _ in range(ROUNDS):
-        command = [sys.executable, "-u", str(ROOT / RUNG_01 / "train-llm.py"), "--max-steps", "2"]
+        command = [sys.executable, "-u", str(ROOT / STAGE_01 / "train-llm.py"), "--max-steps", "2"]
         process = psutil.Popen(
             command, env=environment(OMP_NUM_THREADS=THREADS), stdout=subprocess.PIPE, text=True
         )
         for line in process.stdout:
             if line.startswith("step     1/"):
-                spent["rung 01"].append(time.time() - process.create_time())
+                spent["stage 01"].append(time.time() - process.create_time())
         process.wait()
         with tempfile.TemporaryDirectory() as folder:
             model = write_model(Path(folder), **TINY)
@@ -542,7 +542,7 @@ def timers():
             how = setting(folder, name)
             flags = [*flags_of(how, "run", folder), "--log-freq", 10, "--max-steps", 40]
             flags = flags if name.startswith("tiny") or GPU else [*flags, "--max-steps", 20]
-            command = torchrun(["--standalone"], RUNG_01, "clocked", flags)
+            command = torchrun(["--standalone"], STAGE_01, "clocked", flags)
             threads = environment(OMP_NUM_THREADS=THREADS)
             run = subprocess.run(command, env=threads, capture_output=True, text=True, check=True)
         line = [x for x in run.stdout.splitlines() if x.startswith("clocked ")][0]
@@ -597,22 +597,22 @@ def clocked(module, _):
 
 
 def checkpoint():
-    """Rung 04 saves in the loop, rung 05 beside it: what the loop waits for in each."""
+    """Stage 04 saves in the loop, stage 05 beside it: what the loop waits for in each."""
     rows, stalls = [], []
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
         model = write_model(Path(folder, "model"), **sizes)
-        for rung in (RUNG_04, RUNG_05):
+        for stage in (STAGE_04, STAGE_05):
             flags = ["-m", model, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 2]
             flags += ["--eval-sequences", 4, "--max-steps", 40, "--ckpt-freq", 8, "--log-freq", 1]
-            flags += ["-e", rung, "--save-dir", folder, "--compression", "none", "--shard-size", 1]
+            flags += ["-e", stage, "--save-dir", folder, "--compression", "none", "--shard-size", 1]
             processes = 1 if GPU else 2
             how = ["--standalone", "--nproc-per-node", processes]
-            command = torchrun(how, rung, None, flags)
+            command = torchrun(how, stage, None, flags)
             subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
-            lines = metrics(Path(folder, rung)).values()
+            lines = metrics(Path(folder, stage)).values()
             state = next(iter(lines))["memory/state_gb"]
-            row = [rung, f"{state:.2f}"]
+            row = [stage, f"{state:.2f}"]
             for name in ("checkpoint/save_ms", "checkpoint/stall_ms"):
                 row.append(f"{statistics.median(x[name] for x in lines if name in x):,.0f}")
             stalls.append(statistics.median(x[name] for x in lines if name in x))
@@ -621,14 +621,14 @@ def checkpoint():
             far = [x["time/total_ms"] for x in lines if x["step"] > 8 and x["step"] % 8 in (6, 7)]
             row += [f"{statistics.median(part):,.0f}" for part in (near, far)]
             rows.append([*row, f"{stalls[-1] / stalls[0]:.2f}"])
-    head = ["rung", "state of a rank, GB", "until it is on disk, ms", "the loop waits, ms"]
-    head += ["the two steps behind it, ms", "other steps, ms", "wait against rung 04"]
+    head = ["stage", "state of a rank, GB", "until it is on disk, ms", "the loop waits, ms"]
+    head += ["the two steps behind it, ms", "other steps, ms", "wait against stage 04"]
     report("checkpoint-cuda" if GPU else "checkpoint", head, rows)
 
 
 def recovery():
-    """From a kill to the first new step of rung 05, in its parts."""
-    os.environ["LADDER_HF_HOME"] = tempfile.mkdtemp()
+    """From a kill to the first new step of stage 05, in its parts."""
+    os.environ["COURSE_HF_HOME"] = tempfile.mkdtemp()
     cases = {
         "a process of one machine": (1, "1"),
         "one of two nodes, LAST_CALL=30, the default": (2, "30"),
@@ -686,13 +686,13 @@ def recover(count, last_call):
         return [*parts, repeated, seen["new"] - killed]
 
 
-def profile(rung):
+def profile(stage):
     """A trace of three steps for ui.perfetto.dev, and the dearest operations."""
     with tempfile.TemporaryDirectory() as folder:
         how = setting(folder, "Llama, 25 M" if not GPU else next(iter(MODELS)))
         flags = [*flags_of(how, "run", folder), "--max-steps", "7", "--log-freq", "7"]
-        processes = 1 if rung == RUNG_01 or GPU else 2
-        command = torchrun(["--standalone", "--nproc-per-node", processes], rung, "traced", flags)
+        processes = 1 if stage == STAGE_01 or GPU else 2
+        command = torchrun(["--standalone", "--nproc-per-node", processes], stage, "traced", flags)
         subprocess.run(command, env=environment(), check=True)
 
 
@@ -711,8 +711,8 @@ def traced(module, _):
     def export(self):
         trace.stop()
         if int(os.environ["RANK"]) == 0:
-            rung = Path(sys.argv[0]).parent.name
-            path = ROOT / "outputs" / f"profile-{rung}.json"
+            stage = Path(sys.argv[0]).parent.name
+            path = ROOT / "outputs" / f"profile-{stage}.json"
             trace.export_chrome_trace(str(path))
             key = "self_cuda_time_total" if GPU else "self_cpu_time_total"
             print(trace.key_averages().table(sort_by=key, row_limit=20))
@@ -723,7 +723,7 @@ def traced(module, _):
     trace.start()
 
 
-# What was tried: patches and flags on rung 01 or 03, against the rung as it is.
+# What was tried: patches and flags on stage 01 or 03, against the stage as it is.
 
 
 def unfused(module, _):
@@ -779,12 +779,12 @@ PATCHES |= {"peaks": peaks, "watched": watched}
 PATCHES |= {"masked": masked, "chunked": chunked, "compiled_loss": compiled_loss}
 WIDE = {**TINY, "vocab_size": 128256, "tie_word_embeddings": True}
 LEVERS = [
-    # What, model, rung, processes, patch, flags.
-    ("AdamW unfused", "Llama, 25 M", RUNG_01, 1, "unfused", []),
-    ("a causal mask in the place of is_causal", "tiny, 0.7 M", RUNG_01, 1, "masked", []),
-    ("--compile", "Llama, 25 M", RUNG_01, 1, None, ["--compile"]),
-    ("compiled loss, vocabulary 128,256", "wide", RUNG_01, 1, "compiled_loss", []),
-    ("loss in 8 parts, vocabulary 128,256", "wide", RUNG_01, 1, "chunked=8", []),
+    # What, model, stage, processes, patch, flags.
+    ("AdamW unfused", "Llama, 25 M", STAGE_01, 1, "unfused", []),
+    ("a causal mask in the place of is_causal", "tiny, 0.7 M", STAGE_01, 1, "masked", []),
+    ("--compile", "Llama, 25 M", STAGE_01, 1, None, ["--compile"]),
+    ("compiled loss, vocabulary 128,256", "wide", STAGE_01, 1, "compiled_loss", []),
+    ("loss in 8 parts, vocabulary 128,256", "wide", STAGE_01, 1, "chunked=8", []),
 ]
 
 
@@ -792,13 +792,13 @@ SPIN = 'os.environ.setdefault("GOMP_SPINCOUNT", "10000")\n'
 
 
 def waiting():
-    """How long a waiting thread keeps its core busy: as rung 01 sets it, the default of OpenMP, and
-    not at all (PASSIVE). On a quiet machine, and beside programs that use all its cores."""
+    """How long a waiting thread keeps its core busy: as stage 01 sets it, the default of OpenMP,
+    and not at all (PASSIVE). On a quiet machine, and beside programs that use all its cores."""
     MODELS["tiny, 0.7 M, 20 steps"] = (TINY, 256, 8, 16, 20, 5)
     MODELS["tiny, 0.7 M, 7 steps"] = (TINY, 256, 8, 8, 7, 3)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        default = mutant(Path(folder, "default"), RUNG_01, (SPIN, ""))
+        default = mutant(Path(folder, "default"), STAGE_01, (SPIN, ""))
 
         def run(how, path, **more):
             with tempfile.TemporaryDirectory() as save_dir:
@@ -812,7 +812,7 @@ def waiting():
         for name, programs, rounds in settings:
             how = setting(folder, name)
             contenders = {
-                "rung 01": partial(run, how, ROOT / RUNG_01 / "train-llm.py"),
+                "stage 01": partial(run, how, ROOT / STAGE_01 / "train-llm.py"),
                 "default": partial(run, how, default),
                 "PASSIVE": partial(run, how, default, OMP_WAIT_POLICY="PASSIVE"),
             }
@@ -828,17 +828,17 @@ def waiting():
                     loop.wait()
             machine = f"{programs} programs that use a core each" if programs else "nothing"
             row = [name, machine, *(rate(results, contender) for contender in contenders)]
-            for contender in ("rung 01", "PASSIVE"):
+            for contender in ("stage 01", "PASSIVE"):
                 row.append(" from ".join(ratios(results, contender, "default")))
             rows.append(row)
     head = ["model", "what else runs", *(f"tokens/s, {contender}" for contender in contenders)]
-    head += ["rung 01 / default, median", "PASSIVE / default, median"]
+    head += ["stage 01 / default, median", "PASSIVE / default, median"]
     report("waiting", head, rows)
 
 
 def checking():
     """What it costs to look at every token before the first step, against the tokenizing."""
-    rung = load(RUNG_01)
+    stage = load(STAGE_01)
     documents = datasets.Dataset.from_dict({"text": list(topics.values()) * 20})
     rows = []
     for seq_length in (64, 256, 1024):
@@ -846,9 +846,9 @@ def checking():
         for _ in range(5):
             args = data_args("", seq_length)
             start = time.perf_counter()
-            sequences = rung.pack(documents, ("text",), rung.byte_tokenizer(), args)
+            sequences = stage.pack(documents, ("text",), stage.byte_tokenizer(), args)
             middle = time.perf_counter()
-            rung.checksum_of_tokens(sequences, seq_length, 384)
+            stage.checksum_of_tokens(sequences, seq_length, 384)
             tokenizing.append(middle - start)
             looking.append(time.perf_counter() - middle)
         shares = [look / tokenize for look, tokenize in zip(looking, tokenizing, strict=True)]
@@ -860,21 +860,21 @@ def checking():
 
 
 def levers():
-    """What might make a rung faster or smaller, against the rung as it is, two rounds."""
+    """What might make a stage faster or smaller, against the stage as it is, two rounds."""
     MODELS["wide"] = (WIDE, 256, 4, 4, 4, 2)
     rows = []
-    for what, name, rung, processes, patch, flags in LEVERS:
+    for what, name, stage, processes, patch, flags in LEVERS:
         rates, peaks, losses = [], [], []
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
             for _ in range(2):
-                plain = run_rung(how, rung, processes, "--no-compile")
-                other = run_rung(how, rung, processes, "--no-compile", *flags, patch=patch)
+                plain = run_stage(how, stage, processes, "--no-compile")
+                other = run_stage(how, stage, processes, "--no-compile", *flags, patch=patch)
                 rates.append(other["tokens_per_second"] / plain["tokens_per_second"])
                 peak = "memory/peak_allocated_gb"
                 peaks.append(other[peak] - plain[peak])
                 losses.append(abs(other["train/loss"] / plain["train/loss"] - 1))
-        row = [what, f"{name}, rung {rung[:2]}", f"{statistics.mean(rates):.2f}"]
+        row = [what, f"{name}, stage {stage[:2]}", f"{statistics.mean(rates):.2f}"]
         row += [f"{statistics.mean(peaks):+.2f}", f"{max(losses):.0e}"]
         rows.append(row)
         print(rows[-1], flush=True)

@@ -1,4 +1,4 @@
-"""Draws a step of rungs 01 to 03 as torch.profiler saw it: what computes when, and what is sent."""
+"""Draws a step of stages 01 to 03 as torch.profiler saw it: what computes when, what is sent."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from bench_common import (
     MEASURED,
-    RUNG_01,
-    RUNG_02,
-    RUNG_03,
+    STAGE_01,
+    STAGE_02,
+    STAGE_03,
     environment,
     report,
     run_on,
@@ -30,7 +30,7 @@ GLOBAL_BATCH_SIZE = 16
 # As many are recorded, after two that warm up. The shortest is drawn: the one that other programs
 # of the machine disturb least.
 STEPS = 10
-RUNGS = (RUNG_01, RUNG_02, RUNG_03)
+STAGES = (STAGE_01, STAGE_02, STAGE_03)
 CONDITIONS = (
     f"Llama of 25 M parameters, sequences of {SEQ_LENGTH} tokens. A rank is one core of a CPU"
 )
@@ -80,7 +80,7 @@ def recorded(module, folder):
 
     module.RunLog.step, module.RunLog.lap = recorded_step, marked_lap
     module.RunLog.close = close_both
-    # In rung 03 each token of the sample at the end gathers the whole model.
+    # In stage 03 each token of the sample at the end gathers the whole model.
     module.sample = lambda model, tokens, start, device: tokens
     trace.start()
 
@@ -234,25 +234,25 @@ def shortest_step(ranks):
 
 
 def timeline():
-    """A step of rung 01, and of rungs 02 and 03 on two nodes: a Llama of 25 M parameters."""
+    """A step of stage 01, and of stages 02 and 03 on two nodes: a Llama of 25 M parameters."""
     measured = {}
     with tempfile.TemporaryDirectory() as folder, two_nodes(MBIT) as names:
         model = write_model(Path(folder, "model"), **LLAMA_25M)
         flags = ["-m", model, "-d", "dummy", "-s", SEQ_LENGTH, "--device", "cpu"]
         flags += ["--global-batch-size", GLOBAL_BATCH_SIZE, "--eval-sequences", 1]
         flags += ["--max-steps", STEPS + 3, "--log-freq", STEPS + 3, "--ckpt-freq", 10**9]
-        for rung in RUNGS:
-            traces = Path(folder, rung)
+        for stage in STAGES:
+            traces = Path(folder, stage)
             traces.mkdir()
             patch = f"recorded={traces}"
-            if rung == RUNG_01:
+            if stage == STAGE_01:
                 here = ["-b", GLOBAL_BATCH_SIZE // 2, "-e", "run", "--save-dir", folder]
-                run_alone(rung, patch, [*flags, *here])
+                run_alone(stage, patch, [*flags, *here])
             else:
-                run_on(names, rung, patch, [*flags, "-b", GLOBAL_BATCH_SIZE // 4])
+                run_on(names, stage, patch, [*flags, "-b", GLOBAL_BATCH_SIZE // 4])
             files = sorted(traces.glob("*.json"))
-            measured[rung] = shortest_step([read_trace(file) for file in files])
-            print(rung, [round(step["end"]) for step in measured[rung]], "ms", flush=True)
+            measured[stage] = shortest_step([read_trace(file) for file in files])
+            print(stage, [round(step["end"]) for step in measured[stage]], "ms", flush=True)
     write_table(measured)
     # The intervals go into the file with the machine, so that the pictures can be drawn again.
     path = MEASURED / "timeline.json"
@@ -262,25 +262,25 @@ def timeline():
     draw_timeline()
 
 
-def run_alone(rung, patch, flags):
-    command = torchrun(["--standalone", "--nproc-per-node", 1], rung, patch, flags)
+def run_alone(stage, patch, flags):
+    command = torchrun(["--standalone", "--nproc-per-node", 1], stage, patch, flags)
     subprocess.run(command, env=environment(), check=True, capture_output=True)
 
 
 def write_table(measured):
     rows = []
-    for rung, steps in measured.items():
+    for stage, steps in measured.items():
         for rank, step in enumerate(steps):
             busy = union(x[-2:] for x in step["computing"])
             sent = union(x[-2:] for x in step["sending"])
             both = length(common(busy, sent))
-            row = [rung, rank, step["end"]]
+            row = [stage, rank, step["end"]]
             for phase in ("forward", "backward", "update"):
                 row.append(length(x[-2:] for x in step["computing"] if x[0] == phase))
             row += [step["end"] - length(busy), length(sent), both]
             share = f"{100 * both / length(sent):.0f} %" if sent else "–"
             rows.append([*row[:2], *(f"{ms:,.0f}" for ms in row[2:]), share])
-    head = ["rung", "rank", "step, ms", "computing: forward, ms", "backward, ms", "update, ms"]
+    head = ["stage", "rank", "step, ms", "computing: forward, ms", "backward, ms", "update, ms"]
     head += ["waiting, ms", "communicating, ms", "of which beside computing, ms", "share"]
     report("timeline", head, rows)
 
@@ -319,23 +319,23 @@ class Scale:
 
 
 def draw_timeline():
-    """Pictures of the intervals in timeline.json: all rungs, and one of each."""
+    """Pictures of the intervals in timeline.json: all stages, and one of each."""
     facts = json.loads((MEASURED / "timeline.json").read_text())
     measured, conditions = facts["intervals"], facts["conditions"]
     link = f"{conditions}, a link carries {facts['mbit'] / 1000:g} Gbit/s."
     draw_all(measured, link)
-    draw_first(measured[RUNG_01], f"{conditions}.")
-    draw_buckets(measured[RUNG_02], link)
-    draw_blocks(measured[RUNG_03], link)
+    draw_first(measured[STAGE_01], f"{conditions}.")
+    draw_buckets(measured[STAGE_02], link)
+    draw_blocks(measured[STAGE_03], link)
 
 
 def draw_all(measured, conditions):
-    canvas = Canvas(0, label="One step of rungs 01, 02 and 03, measured")
+    canvas = Canvas(0, label="One step of stages 01, 02 and 03, measured")
     scale = Scale(0, max(step["end"] for steps in measured.values() for step in steps))
     y = 16
-    for rung, steps in measured.items():
+    for stage, steps in measured.items():
         sequences = GLOBAL_BATCH_SIZE // 2 // len(steps)
-        title = f"{rung}: 2 micro-batches of {sequences} sequences"
+        title = f"{stage}: 2 micro-batches of {sequences} sequences"
         title += " on each of 2 ranks" if len(steps) > 1 else ""
         canvas.text(0, y, title, "text title")
         total = max(step["end"] for step in steps)
@@ -350,9 +350,9 @@ def draw_all(measured, conditions):
 
 
 def draw_first(steps, conditions):
-    canvas = Canvas(0, label="One step of rung 01, measured")
+    canvas = Canvas(0, label="One step of stage 01, measured")
     scale = Scale(0, steps[0]["end"])
-    canvas.text(0, 16, "A step of rung 01: 2 micro-batches, then the update", "text title")
+    canvas.text(0, 16, "A step of stage 01: 2 micro-batches, then the update", "text title")
     canvas.text(RIGHT, 16, f"{scale.end:,.0f} ms", "muted", "end")
     y = draw_rank(canvas, 28, scale, steps[0], "", False)
     scale.axis(canvas, y + 4)
@@ -360,11 +360,11 @@ def draw_first(steps, conditions):
 
 
 def draw_buckets(steps, conditions):
-    """Rung 02: the backward pass of the last micro-batch, and the update."""
+    """Stage 02: the backward pass of the last micro-batch, and the update."""
     backward = [x[2] for step in steps for x in phase_of(step, "backward", -1)]
     scale = Scale(min(backward), max(step["end"] for step in steps))
-    canvas = Canvas(0, label="The all-reduces of rung 02 beside the backward pass, measured")
-    canvas.text(0, 16, "Rung 02: the last backward pass of a step, and the update", "text title")
+    canvas = Canvas(0, label="The all-reduces of stage 02 beside the backward pass, measured")
+    canvas.text(0, 16, "Stage 02: the last backward pass of a step, and the update", "text title")
     y = 28
     for rank, step in enumerate(steps):
         y = draw_rank(canvas, y, scale, step, f"rank {rank} ", True, lane=22, sizes=True) + 14
@@ -374,15 +374,15 @@ def draw_buckets(steps, conditions):
 
 
 def draw_blocks(steps, conditions):
-    """Rung 03: forward and backward pass of the last micro-batch, on rank 0, in two lines.
+    """Stage 03: forward and backward pass of the last micro-batch, on rank 0, in two lines.
 
     FSDP starts its collectives on streams of a GPU, beside the computation. On a CPU there are no
     streams, and each call returns when the collective has ended."""
     step = steps[0]
     begin = phase_of(step, "backward", 0)[-1][3]
     end = phase_of(step, "backward", -1)[-1][3]
-    canvas = Canvas(0, label="All-gathers and reduce-scatters of rung 03, measured")
-    title = "Rung 03, rank 0: a micro-batch. On a CPU, FSDP waits for each collective"
+    canvas = Canvas(0, label="All-gathers and reduce-scatters of stage 03, measured")
+    title = "Stage 03, rank 0: a micro-batch. On a CPU, FSDP waits for each collective"
     canvas.text(0, 16, title, "text title")
     y = 28
     middle = (begin + end) / 2

@@ -4,37 +4,37 @@ Timings are ratios within one command on one machine, contenders in turn.
 
     python tests/benchmarks/benchmark.py COMMAND
 
-    single      rung 01 against a bare loop and transformers.Trainer
-    scaling     rungs 02 and 03 against two of rung 01, and accelerate
-    streaming   rung 06 against rung 05
-    world       rungs 02 and 03 with one process, against rung 01
-    memory      state of a rank in rungs 02 and 03
+    single      stage 01 against a bare loop and transformers.Trainer
+    scaling     stages 02 and 03 against two of stage 01, and accelerate
+    streaming   stage 06 against stage 05
+    world       stages 02 and 03 with one process, against stage 01
+    memory      state of a rank in stages 02 and 03
     accumulation  memory, traffic and speed with 1, 2 and 4 micro-batches in a step
-    tensor      rung 07 with one to four ranks in a tensor group
-    tensor-memory  peak memory of a step of rung 07
-    pipeline    rung 08 with one, two and four stages
-    pipeline-bubble  how long the stages of rung 08 are idle
-    pipeline-memory  what a stage of rung 08 keeps for the backward pass
-    pipeline-timeline  a picture of a step of rung 08
-    timeline    a torch.profiler trace of a step of rungs 01, 02 and 03, and pictures of it
+    tensor      stage 07 with one to four ranks in a tensor group
+    tensor-memory  peak memory of a step of stage 07
+    pipeline    stage 08 with one, two and four pipeline stages
+    pipeline-bubble  how long the pipeline stages of stage 08 are idle
+    pipeline-memory  what a pipeline stage of stage 08 keeps for the backward pass
+    pipeline-timeline  a picture of a step of stage 08
+    timeline    a torch.profiler trace of a step of stages 01, 02 and 03, and pictures of it
     draw-timeline  the pictures of what `timeline` has measured
     loading     memory and time to load and to export a pretrained model of 1 GB
     start       start to first step, against imports and loading
     timers      what timers and log cost of a step
     checkpoint  what a checkpoint costs the loop, beside it and in it
     recovery    from a kill to the first new step
-    levers      what was tried to make a rung faster or smaller
+    levers      what was tried to make a stage faster or smaller
     wire        bytes on a network interface against those that a run logs
     link        time of a step on links of 50, 200 and 1000 Mbit/s
     encode      speed of encoding and decoding against that of a copy
     scale       memory, traffic and time of large models, on paper
-    picture     losses, speed, memory and bytes of all rungs side by side
+    picture     losses, speed, memory and bytes of all stages side by side
     all         all of the above, two hours
     loss        final loss of each way to compress gradients, two hours
     tabulate    the tables and the plot of what `loss` has measured so far
-    profile 03-fsdp  a torch.profiler trace of a rung, to outputs/
+    profile 03-fsdp  a torch.profiler trace of a stage, to outputs/
     break-even outputs/NAME 2  the speed of a link below which compression makes a run faster, from
-                               the log of a run of rung 04: its folder and number of processes
+                               the log of a run of stage 04: its folder and number of processes
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link`, `picture` and `timeline` need
 Linux, root, and `ip` and `tc` (Debian: iproute2), `accumulation`, `tensor`, `tensor-memory` and
@@ -54,22 +54,22 @@ import bench_picture
 import bench_pipeline
 import bench_speed
 import bench_timeline
-from bench_common import MEASURED, RUNG_01
+from bench_common import MEASURED, STAGE_01
 from conftest import ROOT, load
 
 PATCHES = bench_compression.PATCHES | bench_speed.PATCHES | bench_pipeline.PATCHES
 PATCHES |= bench_timeline.PATCHES
 
 
-def worker(rung, patches, flags):
-    """One process of a rung with functions changed, as `name=value,name=value` says."""
-    module = load(rung)
+def worker(stage, patches, flags):
+    """One process of a stage with functions changed, as `name=value,name=value` says."""
+    module = load(stage)
     for patch in patches.split(","):
         name, _, value = patch.partition("=")
         PATCHES[name](module, value)
-    sys.argv = [str(ROOT / rung / "train-llm.py"), *flags]
+    sys.argv = [str(ROOT / stage / "train-llm.py"), *flags]
     module.main(module.parse_args())
-    if rung != RUNG_01:
+    if stage != STAGE_01:
         module.shut_down()
 
 

@@ -50,9 +50,10 @@ class Drawing(Canvas):
 WHOLE = [(0, 1, 0, 1)] * 4
 QUARTERS = [(rank / 4, (rank + 1) / 4, 0, 1) for rank in RANKS]
 HALVES = [(0, 0.5, 0, 1), (0.5, 1, 0, 1)] * 2
-STAGES = [(0, 0.5, 0, 0.5), (0.5, 1, 0, 0.5), (0, 0.5, 0.5, 1), (0.5, 1, 0.5, 1)]
-# The activations of the layers of a stage: a rank has its own micro-batches, so they are not cut.
-STAGED = [(0, 1, 0, 0.5)] * 2 + [(0, 1, 0.5, 1)] * 2
+CORNERS = [(0, 0.5, 0, 0.5), (0.5, 1, 0, 0.5), (0, 0.5, 0.5, 1), (0.5, 1, 0.5, 1)]
+# The activations of the layers of a pipeline stage: a rank has its own micro-batches, so they are
+# not cut.
+BANDS = [(0, 1, 0, 0.5)] * 2 + [(0, 1, 0.5, 1)] * 2
 # Name, its color, and its bytes for each parameter. The activations are as large by assumption.
 KINDS = [("parameters", 4), ("gradients", 4), ("moments", 8), ("activations", 4)]
 
@@ -85,13 +86,13 @@ def memory_column(canvas, x, y, width, unit, held, held_activations, gathered=Fa
         canvas.hatched_box(x, y + (held[2] + 0.25) * unit, width, unit / 4, "parameters")
 
 
-# For each rung: name, what is new, bytes of state for each parameter, the parts of the state and of
-# the activations that the ranks hold, whether blocks are gathered, and groups of ranks: the first
-# rank of a group, the number of its ranks, and its name.
+# For each stage: name, what is new, bytes of state for each parameter, the parts of the state and
+# of the activations that the ranks hold, whether blocks are gathered, and groups of ranks: the
+# first rank of a group, the number of its ranks, and its name.
 REPLICAS = [(0, 2, "replica 0"), (2, 2, "replica 1")]
 TENSOR = [(0, 4, "one tensor group")]
 PIPELINES = [(0, 2, "stage 0"), (2, 2, "stage 1")]
-RUNGS = [
+STAGES = [
     ("01-single-gpu", "one process", 16, WHOLE[:1], WHOLE, False, []),
     ("02-ddp", "a whole copy on each rank", 16, WHOLE, WHOLE, False, [(0, 4, "four replicas")]),
     ("03-fsdp", "a quarter of each layer", 4, QUARTERS, WHOLE, True, [(0, 4, "four shards")]),
@@ -99,16 +100,16 @@ RUNGS = [
     ("05-multinode", "like 04, replicas come and go", 8, HALVES, WHOLE, True, REPLICAS),
     ("06-streaming", "like 05, reads as it trains", 8, HALVES, WHOLE, True, REPLICAS),
     ("07-tensor-parallel", "layers computed together", 4, QUARTERS, QUARTERS, False, TENSOR),
-    ("08-pipeline-parallel", "half of the layers per stage", 4, STAGES, STAGED, True, PIPELINES),
+    ("08-pipeline-parallel", "pipeline stages, in halves", 4, CORNERS, BANDS, True, PIPELINES),
 ]
 
 
 def memory():
-    """What each rank holds in each rung of the course."""
+    """What each rank holds in each stage of the course."""
     unit, width, pitch, panel, row, margin = 28, 40, 48, 210, 280, 3
     tops, column_height = kind_tops(unit)
-    canvas = Drawing(2 * row + 110, label="What each rank holds in each rung of the course")
-    for number, (name, caption, size, held, activations, gathers, groups) in enumerate(RUNGS):
+    canvas = Drawing(2 * row + 110, label="What each rank holds in each stage of the course")
+    for number, (name, caption, size, held, activations, gathers, groups) in enumerate(STAGES):
         x, y = margin + number % 4 * panel, number // 4 * row
         canvas.text(x, y + 14, name, "text title")
         canvas.text(x, y + 32, caption, "muted small")
@@ -119,7 +120,7 @@ def memory():
             memory_column(canvas, left, top, width, unit, part, activations[rank], gathers)
             label = "rank 0" if rank == 0 else rank
             canvas.text(left + width / 2, below + 15, label, "muted small", "middle")
-            if activations is STAGED and rank < 2:
+            if activations is BANDS and rank < 2:
                 middle = left + width / 2
                 canvas.text(middle, top + tops[-1] + 11, "2 ×", "on-color small", "middle")
         for first, count, text in groups:
@@ -316,7 +317,7 @@ def send_receive():
     before = [colored(VALUES[0], 0), [None] * 4]
     notes = [
         "One rank sends, one receives; no other rank takes part.",
-        "Pipeline: the output of a stage, to the next stage.",
+        "Pipeline: the output of a pipeline stage, to the next one.",
     ]
     return collective("send → receive", before, [colored(VALUES[0], 0)] * 2, notes)
 

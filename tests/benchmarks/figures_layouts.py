@@ -188,8 +188,8 @@ def global_batch():
 
 
 def model_on_stages():
-    """A model of three blocks on two stages: which modules stay, and what stands for the others."""
-    canvas = Canvas(262, label="What each stage has of a model with three blocks")
+    """Three blocks on two pipeline stages: which modules stay, and what stands for the others."""
+    canvas = Canvas(262, label="What each pipeline stage has of a model with three blocks")
     modules = ["embeddings", "block 0", "block 1", "block 2", "norm", "output layer"]
     left, step, width, height = 84, 124, 110, 40
     replaced = [
@@ -209,7 +209,7 @@ def model_on_stages():
                 canvas.box(x, y, width, height, color, name)
             else:
                 tint(canvas, x, y, width, height, "line", stand_in, "text small", dashed=True)
-    # The hidden states leave stage 0 at EndOfStage, and come into stage 1 at Entrance.
+    # The hidden states leave pipeline stage 0 at EndOfStage, and come into stage 1 at Entrance.
     start, end = left + 3 * step + width / 2, left + 2 * step + width / 2
     canvas.arrow(start, 32 + height, end, 142, "activations")
     canvas.text(start + 8, 104, "hidden states, sent by stage 0", "muted small")
@@ -439,7 +439,7 @@ def column_row():
 
 
 def simulate(schedule, stages, micro_batches, forward=1, backward=2):
-    """The passes of one step: for each stage a list of [phase, micro-batch, start, end].
+    """The passes of one step: for each pipeline stage a list of [phase, micro-batch, start, end].
 
     The order is that of the loop in 08-pipeline-parallel: the forward passes of a stage are ahead
     of its backward passes by `ahead` micro-batches. A pass starts when the stage is free, and when
@@ -481,7 +481,7 @@ def simulate(schedule, stages, micro_batches, forward=1, backward=2):
 
 
 def most_kept(passes):
-    """Of how many micro-batches a stage keeps the activations at the same time, at most."""
+    """Of how many micro-batches a pipeline stage keeps the activations at one time, at most."""
     kept, most = 0, 0
     for phase, *_ in passes:  # in the order of time
         kept += 1 if phase == "forward" else -1
@@ -490,7 +490,7 @@ def most_kept(passes):
 
 
 def schedules():
-    """GPipe and 1F1B with four stages and eight micro-batches, by a simulation."""
+    """GPipe and 1F1B with four pipeline stages and eight micro-batches, by a simulation."""
     stages, micro_batches = 4, 8
     left, row, scale = 62, 30, 18.6
     colors = {"forward": "rank0", "backward": "rank1"}
@@ -514,7 +514,7 @@ def schedules():
                 canvas.box(end + 34 + i * 11, y + 7, 9, 10, "activations", radius=1)
             y += row
 
-        # The last stage waits, is busy all the time, and waits.
+        # The last pipeline stage waits, is busy all the time, and waits.
         begin, stop = (left + time * scale for time in (passes[-1][0][2], passes[-1][-1][3]))
         for x1, x2, text in (
             (left, begin, "S − 1 forward"),
@@ -537,12 +537,12 @@ def schedules():
         canvas.box(x, y - 12, 24, 20, color)
         canvas.text(x + 34, y + 3, label)
     canvas.box(7, y + 19, 9, 10, "activations", radius=1)
-    text = "micro-batch whose activations the stage keeps: the most at the same time"
+    text = "micro-batch whose activations the pipeline stage keeps: the most at the same time"
     canvas.text(34, y + 29, text)
     share = f"(S − 1) / (M + S − 1) = {stages - 1} / {micro_batches + stages - 1} = {idle:.0%}"
     text = f"idle, in both: {share.replace('%', ' %')} of the time"
     canvas.text(0, y + 62, text, "text title")
-    text = f"S = {stages} stages, M = {micro_batches} micro-batches"
+    text = f"S = {stages} pipeline stages, M = {micro_batches} micro-batches"
     canvas.text(WIDTH - 2, y + 62, text, "muted", "end")
     return canvas
 
@@ -604,8 +604,8 @@ def mesh_hsdp():
 
 
 def stages_and_shards():
-    """Eight ranks as two stages of four shards, a machine for each stage."""
-    canvas = Canvas(492, label="The mesh of eight ranks: two stages of four shards")
+    """Eight ranks as two pipeline stages of four shards, a machine for each stage."""
+    canvas = Canvas(492, label="The mesh of eight ranks: two pipeline stages of four shards")
     texts = [["machine 0", "stage 0:", "embeddings,", "first blocks"]]
     texts += [["machine 1", "stage 1:", "last blocks, norm,", "output layer"]]
     link = "fast link: all-gather of the stage's parameters, reduce-scatter of their gradients"
@@ -623,7 +623,8 @@ def stages_and_shards():
     canvas.arrow(334, y - 5, 302, y - 5, "gradients")
     canvas.text(346, y, "backward: their gradients, (B, T, H)")
     note = "A column is a pipeline: its ranks load the same sequences, every fourth one of the "
-    note += "global batch. A row is a stage: its ranks have the same layers, sharded as in rung 03."
+    note += "global batch. A row is a pipeline stage: its ranks have the same layers, sharded as "
+    note += "in stage 03."
     paragraph(canvas, 0, y + 32, note)
     return canvas
 
@@ -767,7 +768,7 @@ def mesh_tensor():
     note = (
         "A row computes each layer together and sends activations. A column shards its quarter of "
     )
-    note += "a matrix as rung 03 shards all of it, and sends parameters and gradients."
+    note += "a matrix as stage 03 shards all of it, and sends parameters and gradients."
     paragraph(canvas, 0, 280, note, columns=54)
 
     x, width, height = 520, 250, 58

@@ -1,5 +1,5 @@
-"""What the rungs are compared with: a bare loop, transformers.Trainer, accelerate. Same model, same
-random tokens (as `-d dummy`), same dtype, same global batch, same optimizer.
+"""What the stages are compared with: a bare loop, transformers.Trainer, accelerate. Same model,
+same random tokens (as `-d dummy`), same dtype, same global batch, same optimizer.
 
     python tests/benchmarks/peers.py bare '{"model": FOLDER, "seq_length": 256, ...}'
 
@@ -22,9 +22,9 @@ GPU = torch.cuda.is_available()
 
 
 def load_model(how):
-    """The model that a rung makes of the same folder and seed."""
+    """The model that a stage makes of the same folder and seed."""
     config = transformers.AutoConfig.from_pretrained(how["model"])
-    for key in vars(config):  # a rung has none
+    for key in vars(config):  # a stage has none
         if "dropout" in key or "pdrop" in key:
             setattr(config, key, 0.0)
     torch.manual_seed(0)
@@ -33,13 +33,13 @@ def load_model(how):
 
 
 def load_tokens(how):
-    """The sequences of `-d dummy`, the 5 % left out that a rung holds out: (3891, T) int64."""
+    """The sequences of `-d dummy`, the 5 % left out that a stage holds out: (3891, T) int64."""
     tokens = np.random.default_rng(0).integers(257, size=(4096, how["seq_length"]))
     return torch.from_numpy(tokens[: 4096 - 205])
 
 
 def windows(how, tokens):
-    """The sequences of each step, those that rung 01 takes."""
+    """The sequences of each step, those that stage 01 takes."""
     order = np.random.default_rng((0, 0)).permutation(len(tokens))
     size = how["global_batch_size"]
     return [order[i * size : (i + 1) * size] for i in range(how["steps"])]

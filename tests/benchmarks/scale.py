@@ -1,6 +1,6 @@
-"""Memory, traffic and time of a step on paper, for Llama models in rungs 03 to 05, 07 and 08.
+"""Memory, traffic and time of a step on paper, for Llama models in stages 03 to 05, 07 and 08.
 
-The formulas stand in the chapters of rungs 05, 07 and 08, with their reasons.
+The formulas stand in the chapters of stages 05, 07 and 08, with their reasons.
 tests/test_scale.py and tests/test_tensor_parallel.py hold the memory against what is measured.
 `python tests/benchmarks/benchmark.py scale` writes the tables of the chapters."""
 
@@ -118,13 +118,13 @@ def traffic(name, shards, gpus, tokens, length, ratio, links, recompute):
 FAST_NODE, SLOW_NODE = 8 * NETWORK, 0.8 * 12.5e9
 
 
-def step_on_four_nodes(rung, name, sequences, length, blocks_per_stage):
+def step_on_four_nodes(stage, name, sequences, length, blocks_per_stage):
     """A step of `sequences` on 4 nodes of 8 GPUs, with activation checkpointing, in bf16: bytes in
     the memory of the largest GPU, bytes that a GPU sends to others of its node, bytes that a node
     sends to other nodes, and a function from the bytes a second of a node to the seconds of a step.
 
-    A GPU has a sequence in each micro-batch: in rung 07 eight GPUs have eight, and in rung 08 each
-    stage has one. The `blocks_per_stage` are those of rung 08."""
+    A GPU has a sequence in each micro-batch: in stage 07 eight GPUs have eight, and in stage 08
+    each pipeline stage has one. `blocks_per_stage` is for the pipeline stages of stage 08."""
     nodes, gpus, c = 4, 8, 2
     config = config_of(name)
     n, block = parameters(config)
@@ -138,39 +138,40 @@ def step_on_four_nodes(rung, name, sequences, length, blocks_per_stage):
 
     # FSDP gathers parameters twice in bf16, and scatters gradients in fp32, in each micro-batch.
     fsdp = 2 * 2 + 4
-    if rung == "03":
+    if stage == "03":
         memory = state_bytes(n, shards) + gathered_bytes(n, block, layers)
         # In a ring through all GPUs one of each node sends to the next node.
         inner = outer = micro_batches * fsdp * n * (shards - 1) / shards
-    elif rung == "04":
+    elif stage == "04":
         memory = state_bytes(n, gpus) + gathered_bytes(n, block, layers)
         inner = micro_batches * fsdp * n * (gpus - 1) / gpus
         outer = gpus * 2 * 4 * n / gpus * (nodes - 1) / nodes
-    elif rung == "07":
+    elif stage == "07":
         memory = state_bytes(n, shards) + gathered_bytes(n, block, layers) / gpus
         # In a block 6 all-gathers and 5 reduce-scatters, in both ends 2 of each.
         exposed = micro_batches * (11 * layers + 4) * gpus * inputs * (gpus - 1) / gpus
         inner = exposed
         outer = gpus * micro_batches * fsdp * n / gpus * (nodes - 1) / nodes
-    if rung != "08":
+    if stage != "08":
         memory += layers * inputs + one_block + logits
     else:
         micro_batches *= nodes
         totals = []
-        for stage, blocks in enumerate(blocks_per_stage):
-            is_end = stage in (0, nodes - 1)
+        for pipeline_stage, blocks in enumerate(blocks_per_stage):
+            is_last = pipeline_stage == nodes - 1
+            is_end = pipeline_stage == 0 or is_last
             of_stage = blocks * block + is_end * vocabulary
             inner = max(inner, micro_batches * fsdp * of_stage * (gpus - 1) / gpus)
             total = state_bytes(of_stage, gpus) + gathered_bytes(of_stage, block, blocks)
-            in_flight = nodes - stage
-            total += in_flight * blocks * inputs + one_block + (stage == nodes - 1) * logits
+            in_flight = nodes - pipeline_stage
+            total += in_flight * blocks * inputs + one_block + is_last * logits
             totals.append(total)
         memory = max(totals)
         outer = gpus * 2 * micro_batches * inputs
         idle = (micro_batches + nodes - 1) / micro_batches
 
     def seconds(speed_of_node):
-        if rung == "08":  # a stage waits for each exchange with another one
+        if stage == "08":  # a pipeline stage waits for each exchange with another one
             return idle * (max(compute, inner / NVLINK) + outer / speed_of_node)
         return max(compute + exposed / NVLINK, (inner - exposed) / NVLINK, outer / speed_of_node)
 

@@ -46,26 +46,26 @@ CPU = torch.device("cpu")
 
 @cache
 def tiny():
-    """Rung 01 as a module, the config of its tiny model, and its data in sequences of 64 bytes."""
-    rung = load("01-single-gpu")
-    config, tokenizer, _ = rung.load_config("tiny", False)
-    train, held_out = rung.load_data(data_args("python-docs", 64), tokenizer)
-    return rung, config, train, held_out.select(range(64))
+    """Stage 01 as a module, the config of its tiny model, and its data in sequences of 64 bytes."""
+    stage = load("01-single-gpu")
+    config, tokenizer, _ = stage.load_config("tiny", False)
+    train, held_out = stage.load_data(data_args("python-docs", 64), tokenizer)
+    return stage, config, train, held_out.select(range(64))
 
 
 def loss_sum(model, ids, targets):
-    rung, _, _, _ = tiny()
-    return rung.loss_sum(model, ids, targets, rung.sum_cross_entropy)
+    stage, _, _, _ = tiny()
+    return stage.loss_sum(model, ids, targets, stage.sum_cross_entropy)
 
 
 def fit(model, optimizer, first, steps):
-    """Trains as rung 01 does, 4 sequences a step; the losses of steps `first` and later."""
-    rung, _, train, _ = tiny()
+    """Trains as stage 01 does, 4 sequences a step; the losses of steps `first` and later."""
+    stage, _, train, _ = tiny()
     order = np.random.default_rng((0, 0)).permutation(len(train))
     losses = []
     for step in range(first, first + steps):
         indices = order[4 * step : 4 * step + 4]
-        [(ids, targets)], num_targets = rung.make_micro_batches(train, indices, 4, CPU)
+        [(ids, targets)], num_targets = stage.make_micro_batches(train, indices, 4, CPU)
         optimizer.zero_grad()
         loss = loss_sum(model, ids, targets) / num_targets
         loss.backward()
@@ -98,9 +98,9 @@ def token_mean():
 
     It is cut over 2 ranks × 2 micro-batches of 2 sequences. A mean of means gives a token of a
     short answer more weight than one of a long answer. Sources: transformers#34191, #34373."""
-    rung, config, train, _ = tiny()
-    model = rung.load_model(config, None, "auto", 0)
-    [(ids, targets)], _ = rung.make_micro_batches(train, range(8), 8, CPU)
+    stage, config, train, _ = tiny()
+    model = stage.load_model(config, None, "auto", 0)
+    [(ids, targets)], _ = stage.make_micro_batches(train, range(8), 8, CPU)
     prompts = [60, 20, 50, 58, 61, 4, 35, 57]
     for row, prompt in enumerate(prompts):
         targets[row, :prompt] = -100
@@ -108,7 +108,7 @@ def token_mean():
     (loss_sum(model, ids, targets) / whole).backward()
     exact = flat_gradient(model)
 
-    # Rank r has the rows [r::2], as in this ladder, two in a micro-batch.
+    # Rank r has the rows [r::2], as in this course, two in a micro-batch.
     cut = [[(0, 2), (4, 6)], [(1, 3), (5, 7)]]
     recipes = {
         "mean of each micro-batch / 2, mean over ranks": "accelerate's `backward` with the loss "
@@ -118,7 +118,7 @@ def token_mean():
         "mean of each micro-batch, not divided by 2": "LambdaLabs' distributed-training-guide, its "
         "page on gradient accumulation",
         "sum / targets of the global batch, mean over ranks": "verl-SpeCo#29, hidden by clipping",
-        "sum × ranks / targets of the global batch, mean over ranks": "this ladder; Trainer in "
+        "sum × ranks / targets of the global batch, mean over ranks": "this course; Trainer in "
         "transformers 5",
     }
     rows = []
@@ -147,11 +147,11 @@ def bf16_parameters():
 
     A step is about as large as the learning rate. bf16 has 8 significant bits, so what is below
     1/512 of a weight rounds to nothing. Sources: AReaL#1292, arXiv:2010.06192. Both columns compute
-    the forward and backward in bf16; the second does so by autocast, as rung 01."""
-    rung, config, _, held_out = tiny()
-    warm = rung.load_model(config, None, "auto", 0)
+    the forward and backward in bf16; the second does so by autocast, as stage 01."""
+    stage, config, _, held_out = tiny()
+    warm = stage.load_model(config, None, "auto", 0)
     fit(warm, adamw(warm), 0, 60)
-    before = rung.evaluate(warm, held_out, 64, CPU)["eval/loss"]
+    before = stage.evaluate(warm, held_out, 64, CPU)["eval/loss"]
     rows = []
     for lr in (1e-3, 1e-4, 3e-5, 1e-5):
         unchanged, gains = [], []
@@ -166,9 +166,9 @@ def bf16_parameters():
             fit(model, optimizer, 99, 1)
             new = torch.cat([p.detach().flatten() for p in model.parameters()])
             unchanged.append(100 * (old == new).float().mean().item())
-            plain = rung.load_model(config, None, "auto", 0)
+            plain = stage.load_model(config, None, "auto", 0)
             plain.load_state_dict(model.state_dict())
-            gains.append(before - rung.evaluate(plain, held_out, 64, CPU)["eval/loss"])
+            gains.append(before - stage.evaluate(plain, held_out, 64, CPU)["eval/loss"])
         rows.append([f"{lr:.0e}", *(f"{u:.0f} %" for u in unchanged), *(f"{g:.3f}" for g in gains)])
     head = ["learning rate", "weights that a step leaves as they were, bf16 parameters"]
     head += ["the same, fp32 parameters", "loss falls in 40 steps by, bf16 parameters"]
@@ -185,17 +185,17 @@ def initialisation():
     proves nothing. inv_freq stands in no state dict, so it is wrong after a load of weights too. In
     transformers 5 the truth is in `init_weights()`. Sources: transformers#42309,
     torchtitan#3775."""
-    rung, llama, _, held_out = tiny()
+    stage, llama, _, held_out = tiny()
     sizes = {"vocab_size": 384, "n_positions": 256, "n_embd": 128, "n_layer": 3, "n_head": 4}
     gpt2 = transformers.GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     rows = []
     for name, config in (("Llama", llama), ("GPT-2", gpt2)):
-        right = rung.load_model(config, None, "auto", 0)
+        right = stage.load_model(config, None, "auto", 0)
         norm = "model.norm" if name == "Llama" else "transformer.ln_f"
         linear = "transformer.h.0.attn.c_attn"
         if name == "Llama":
             linear = "model.layers.0.self_attn.q_proj"
-        ways = ["this ladder's `load_model`", "reset, memory of zeros"]
+        ways = ["this course's `load_model`", "reset, memory of zeros"]
         if name == "Llama":
             ways += ["reset, memory of normal numbers", "reset, norms and inv_freq set by hand"]
         ways += ["`model.init_weights()`"]
@@ -222,7 +222,7 @@ def initialisation():
             if "init_weights" in way:
                 model.init_weights()
             if way.startswith("trained"):
-                model = rung.load_model(config, None, "auto", 0)
+                model = stage.load_model(config, None, "auto", 0)
                 fit(model, adamw(model), 0, 150)
                 trained = copy.deepcopy(model.state_dict())
             if way.startswith("its weights"):
@@ -234,9 +234,9 @@ def initialisation():
             if name == "Llama":
                 same = torch.equal(model.model.rotary_emb.inv_freq, right.model.rotary_emb.inv_freq)
                 frequencies = "right" if same else "wrong"
-            row += [frequencies, f"{rung.evaluate(model, held_out, 64, CPU)['eval/loss']:.2f}"]
+            row += [frequencies, f"{stage.evaluate(model, held_out, 64, CPU)['eval/loss']:.2f}"]
             fit(model, adamw(model), 0, 30)
-            rows.append([*row, f"{rung.evaluate(model, held_out, 64, CPU)['eval/loss']:.2f}"])
+            rows.append([*row, f"{stage.evaluate(model, held_out, 64, CPU)['eval/loss']:.2f}"])
     head = ["model", "initialisation", "std of embeddings", "std of a linear weight"]
     return [*head, "mean of a norm's weight", "inv_freq", "loss", "after 30 steps"], rows
 
@@ -250,7 +250,7 @@ def cosine():
     steps = 2000
     annealing, half = torch.optim.lr_scheduler.CosineAnnealingLR, "cosine"
     ways = {
-        "this ladder: total counts optimizer steps": (half, steps, 0),
+        "this course: total counts optimizer steps": (half, steps, 0),
         "total counts micro-batches, 4 per step": (half, 4 * steps, 1),
         "`step()` at each of 4 micro-batches": (half, steps, 4),
         "accelerate, 2 processes, total counted after `prepare`": (half, steps, 2),
@@ -317,7 +317,7 @@ def permutation():
         if window in (0, 16):
             order = np.random.default_rng((0, 1)).permutation(size)
         seen.append(order[window * batch : (window + 1) * batch])
-    way = "this ladder: `order[k * G : (k + 1) * G]`, order drawn from (seed, epoch)"
+    way = "this course: `order[k * G : (k + 1) * G]`, order drawn from (seed, epoch)"
     rows.append([way, *twice_and_never(np.concatenate(seen), size)])
     return ["the epoch's samples", "read twice", "never read"], rows
 
@@ -328,8 +328,8 @@ def optimizer_restored():
     DCP fills the tensors that it is given. A fresh optimizer has none: its first step makes them.
     `get_state_dict` makes them first. The loss hardly tells: another run goes on. Source:
     torchtnt.utils.optimizer.init_optim_state, which was written for this."""
-    rung, config, _, _ = tiny()
-    model = rung.load_model(config, None, "auto", 0)
+    stage, config, _, _ = tiny()
+    model = stage.load_model(config, None, "auto", 0)
     optimizer = adamw(model)
     fit(model, optimizer, 0, 60)
     with tempfile.TemporaryDirectory() as folder:
@@ -337,19 +337,19 @@ def optimizer_restored():
         run_dir.mkdir()
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         dcp.save(states, checkpoint_id=raw)
-        rung.save_checkpoint(run_dir, 60, model, optimizer, {"flags": {}}, 1)
+        stage.save_checkpoint(run_dir, 60, model, optimizer, {"flags": {}}, 1)
         rows = []
-        for way in ("no stop", "`dcp.load` into `optimizer.state_dict()`", "this ladder"):
+        for way in ("no stop", "`dcp.load` into `optimizer.state_dict()`", "this course"):
             if way != "no stop":
-                model = rung.load_model(config, None, "auto", 1)
+                model = stage.load_model(config, None, "auto", 1)
                 optimizer = adamw(model)
             if way.startswith("`"):
                 states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 dcp.load(states, checkpoint_id=raw)
                 model.load_state_dict(states["model"])
                 optimizer.load_state_dict(states["optimizer"])
-            if way == "this ladder":
-                rung.load_checkpoint(run_dir, model, optimizer)
+            if way == "this course":
+                stage.load_checkpoint(run_dir, model, optimizer)
             moments = [state["exp_avg"].norm() for state in optimizer.state.values()]
             norm = torch.tensor(moments).norm().item()
             losses = fit(model, optimizer, 60, 10)
@@ -382,7 +382,7 @@ def save_and_die(way, path, states, model, optimizer, share, size, strike):
             if way == "renamed":
                 torch.save(states, path / "checkpoint.tmp")
                 os.replace(path / "checkpoint.tmp", path / "checkpoint.pt")
-            if way == "ladder":
+            if way == "course":
                 load("01-single-gpu").save_checkpoint(path, 2, model, optimizer, {"flags": {}}, 2)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
@@ -398,8 +398,8 @@ def kill_during_save():
     row has a SIGKILL at the opening of a file, at the flush or at the rename, by
     tests/support/faults.
     Sources: Lightning#19970, transformers#35580."""
-    rung, config, _, _ = tiny()
-    model = rung.load_model(config, None, "auto", 0)
+    stage, config, _, _ = tiny()
+    model = stage.load_model(config, None, "auto", 0)
     optimizer = adamw(model)
     fit(model, optimizer, 0, 1)
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
@@ -407,20 +407,20 @@ def kill_during_save():
         "in place": "`torch.save` over the only file",
         "dcp in place": "`dcp.save` over the only folder (it warns)",
         "renamed": "`torch.save` to a temporary file, `os.replace`",
-        "ladder": "this ladder: temporary folder, flush, rename",
+        "course": "this course: temporary folder, flush, rename",
     }
     strikes = ["kill open .tmp/__0_0.distcp 1", "kill open .tmp/.metadata 1"]
     strikes += ["kill open .tmp/state.json 1", "kill open .tmp/state.json 2"]
     strikes += ["kill os.rename step-00000002 2"]  # the first is DCP's, of its metadata
     plans = [(way, share, None) for way in names for share in (0, 0.25, 0.5, 0.75, 0.99)]
-    plans += [("ladder", 0, strike) for strike in strikes]
+    plans += [("course", 0, strike) for strike in strikes]
     results = {}
     for way, share, strike in plans:
         states = {"model": model.state_dict(), "moments": optimizer.state_dict()["state"]}
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
-            if way == "ladder":
-                rung.save_checkpoint(path, 1, model, optimizer, {"flags": {}}, 2)
+            if way == "course":
+                stage.save_checkpoint(path, 1, model, optimizer, {"flags": {}}, 2)
             elif way == "dcp in place":
                 dcp.save(states, checkpoint_id=path / "checkpoint")
             else:
@@ -428,13 +428,13 @@ def kill_during_save():
             size = max(file.stat().st_size for file in path.rglob("*") if file.is_file())
             save_and_die(way, path, states, model, optimizer, share, size, strike)
             # One step makes the moments that a load fills.
-            other = rung.load_model(config, None, "auto", 1)
+            other = stage.load_model(config, None, "auto", 1)
             moments = adamw(other)
             fit(other, moments, 0, 1)
             found = {"model": other.state_dict(), "moments": moments.state_dict()["state"]}
             try:
-                if way == "ladder":
-                    intact = rung.load_checkpoint(path, other, moments)["step"] == 1
+                if way == "course":
+                    intact = stage.load_checkpoint(path, other, moments)["step"] == 1
                     found["moments"] = moments.state_dict()["state"]
                 elif way == "dcp in place":
                     intact = dcp.load(found, checkpoint_id=path / "checkpoint") is None
@@ -461,13 +461,13 @@ def dct_truncation():
 
     A DCT gathers the energy of smooth signals in low frequencies. Neighbours in a gradient are
     unrelated parameters, so half of the spectrum holds half of the energy, whichever half: the
-    error is about 0.71, the root of one half. Rung 04's functions, chunks of 256."""
-    rung, config, train, _ = tiny()
+    error is about 0.71, the root of one half. Stage 04's functions, chunks of 256."""
+    stage, config, train, _ = tiny()
     four = load("04-compression")
-    model = rung.load_model(config, None, "auto", 0)
+    model = stage.load_model(config, None, "auto", 0)
     fit(model, adamw(model), 0, 30)
     model.zero_grad()
-    [(ids, targets)], num_targets = rung.make_micro_batches(train, range(32), 32, CPU)
+    [(ids, targets)], num_targets = stage.make_micro_batches(train, range(32), 32, CPU)
     (loss_sum(model, ids, targets) / num_targets).backward()
     gradient = flat_gradient(model)
     gradient = gradient[: len(gradient) // 256 * 256]
@@ -551,7 +551,7 @@ def elastic_data():
             world_size = before if k < steps else after
             indices = order[k * window : (k + 1) * window]
             seen += [i for rank in range(world_size) for i in indices[rank::world_size]]
-        way = "this ladder: `order[k * G : (k + 1) * G][rank::world_size]`"
+        way = "this course: `order[k * G : (k + 1) * G][rank::world_size]`"
         rows.append([way, change, *twice_and_never(seen, size)])
     return ["who reads what", "world size", "read twice", "never read"], rows
 
@@ -576,19 +576,19 @@ def on_two_ranks(function):
 
 def shards(rank):
     """One of two ranks, which initialise the tiny model in shards in three ways."""
-    rung = load("03-fsdp")
-    config, _, _ = rung.load_config("tiny", False)
-    right = rung.load_model(config, None, "auto", 0)
+    stage = load("03-fsdp")
+    config, _, _ = stage.load_config("tiny", False)
+    right = stage.load_model(config, None, "auto", 0)
     results = {}
     for way in ("same", "own", "dealt"):
         with torch.device("meta"):
-            model = rung.load_model(config, None, "auto", 0)
+            model = stage.load_model(config, None, "auto", 0)
         for module in [*model.model.layers, model]:
             fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
         model.to_empty(device="cpu")
         torch.manual_seed(rank if way == "own" else 0)
         if way == "dealt":
-            rung.fill_from_rank_0(model, right if rank == 0 else None, CPU)
+            stage.fill_from_rank_0(model, right if rank == 0 else None, CPU)
         else:
             model.init_weights()
         equal = 0
@@ -616,15 +616,15 @@ def sharded_init():
     names = {
         "same": "`fully_shard`, `to_empty`, `init_weights()`, the same seed on both ranks",
         "own": "the same, seed = rank",
-        "dealt": "rung 03: rank 0 initialises all of it and deals it out",
+        "dealt": "stage 03: rank 0 initialises all of it and deals it out",
     }
     rows = [[names[way], *(f"{share:.0f} %" for share in pair)] for way, pair in results.items()]
-    return ["initialisation", "equal in both shards", "equal to rung 01's weights"], rows
+    return ["initialisation", "equal in both shards", "equal to stage 01's weights"], rows
 
 
 def split_wrongly(rank):
     """One of two ranks, which split a small Llama in several ways and compute a gradient."""
-    rung = load("07-tensor-parallel")
+    stage = load("07-tensor-parallel")
     mesh = init_device_mesh("cpu", (2,))
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "vocab_size": 384, "attention_bias": True}
@@ -635,7 +635,7 @@ def split_wrongly(rank):
         config = transformers.LlamaConfig(
             **sizes, num_key_value_heads=key_value_heads, tie_word_embeddings=tied
         )
-        model = rung.load_model(config, None, "auto", 0)
+        model = stage.load_model(config, None, "auto", 0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):  # they are zero at first, which hides mistakes
@@ -643,9 +643,9 @@ def split_wrongly(rank):
         return model
 
     def gradients(model, ids):
-        with rung.loss_parallel():
+        with stage.loss_parallel():
             targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-            loss = rung.loss_sum(model, ids, targets, rung.sum_cross_entropy)
+            loss = stage.loss_sum(model, ids, targets, stage.sum_cross_entropy)
             loss.backward()
         return loss.item(), dict(model.named_parameters(remove_duplicate=False))
 
@@ -654,7 +654,7 @@ def split_wrongly(rank):
         reference,
         batches[0],
         torch.nn.functional.pad(batches[0][:, 1:], (0, 1), value=-100),
-        rung.sum_cross_entropy,
+        stage.sum_cross_entropy,
     )
     exact_loss.backward()
     exact = {name: p.grad for name, p in reference.named_parameters(remove_duplicate=False)}
@@ -664,8 +664,8 @@ def split_wrongly(rank):
         try:
             model = build(key_value_heads=1 if way == "heads" else 2)
             if way == "heads":
-                rung.fail = lambda message: None  # rung 07 ends here
-            rung.split_layers(model, mesh)
+                stage.fail = lambda message: None  # stage 07 ends here
+            stage.split_layers(model, mesh)
             if way == "bias":
                 for block in model.model.layers:
                     bias = block.self_attn.o_proj.bias.to_local()
@@ -701,7 +701,7 @@ def tensor_parallel():
         "untied": "tied embeddings, whose weight is not tied again after splitting",
         "data": "the ranks of a group read different sequences",
         "heads": "one head of keys and values, split over two ranks",
-        "right": "rung 07",
+        "right": "stage 07",
     }
     rows = []
     for way, name in names.items():
@@ -718,16 +718,16 @@ def tensor_parallel():
     return [*head, "largest relative error of a gradient"], rows
 
 
-# What is written otherwise in rung 08.
-STAGES_WRONGLY = {
-    "the gradients of the tied weight are not added up over the first and the last stage": [
+# What is written otherwise in stage 08.
+PIPELINE_WRONGLY = {
+    "the gradients of the tied weight are not added up over the first and last pipeline stage": [
         ("            gradient += other_gradient\n", "")
     ],
-    "each stage clips its gradients by a norm of its own": [
+    "each pipeline stage clips its gradients by a norm of its own": [
         ('        dist.all_reduce(squared_norm, group=mesh.get_group("stage"))\n', "")
     ],
     "the norm counts the tied weight twice": [(" if stage.is_first or p is not tied_weight]", "]")],
-    "each stage counts the targets": [
+    "each pipeline stage counts the targets": [
         ("        num_targets //= num_stages  # every", "        pass  # every")
     ],
     "the stages of a pipeline read different sequences": [
@@ -738,12 +738,12 @@ STAGES_WRONGLY = {
         ("    def forward(self, *args, **kwargs):", "    def forward(self, x, *args, **kwargs):"),
         ("        return self.hidden_states\n", "        return x\n"),
     ],
-    "rung 08": [],
+    "stage 08": [],
 }
 
 
 def pipeline_parallel():
-    """Mistakes in splitting a model over stages: losses and norms against those of one process.
+    """Mistakes in splitting a model over pipeline stages: losses and norms against one process.
 
     A Granite of four blocks with tied embeddings, in two pipelines of two stages. It is trained for
     20 steps on the default data, without weight decay."""
@@ -751,7 +751,7 @@ def pipeline_parallel():
     flags += ["--lr", "2e-3", "--weight-decay", 0, "--log-freq", 1, "-e", "a"]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("LADDER_HF_HOME", folder)
+        os.environ.setdefault("COURSE_HF_HOME", folder)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "embedding_multiplier": 12.0}
         sizes |= {"tie_word_embeddings": True}
@@ -760,7 +760,7 @@ def pipeline_parallel():
         flags += ["-m", Path(folder, "model")]
         run("01-single-gpu", 1, *flags, "--save-dir", Path(folder, "one"))
         one = metrics(Path(folder, "one", "a"))
-        for number, (name, edits) in enumerate(STAGES_WRONGLY.items()):
+        for number, (name, edits) in enumerate(PIPELINE_WRONGLY.items()):
             place = Path(folder, str(number))
             path = mutant(place, "08-pipeline-parallel", *edits)
             run("08-pipeline-parallel", 4, *flags, "--save-dir", place, path=path)
@@ -871,7 +871,7 @@ def main(names):
     torch.set_num_threads(1)
     for name in names:
         begin = time.perf_counter()
-        with contextlib.redirect_stdout(sys.stderr):  # what the rungs say
+        with contextlib.redirect_stdout(sys.stderr):  # what the stages say
             head, rows = TRAPS[name]()
         lines = [head, ["---"] * len(head), *rows]
         text = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)

@@ -1,4 +1,4 @@
-"""One rank of a group that averages gradients with rung 04's hook; test_compression.py starts it.
+"""One rank of a group that averages gradients with stage 04's hook; test_compression.py starts it.
 
 Rank 0 prints a JSON list: for each case what all ranks got out of it."""
 

@@ -1,4 +1,4 @@
-"""One process of several that draw batches from the streams of rung 06, as a run would.
+"""One process of several that draw batches from the streams of stage 06, as a run would.
 
 Reads scenarios from a JSON file: what Streams takes, and a plan of (world size, batches to draw)
 whose parts follow one another as runs do, with the state of the last one as it stands in a
@@ -14,17 +14,17 @@ import torch.distributed as dist
 from conftest import load, open_streams
 
 
-def draw(rung, scenario, rank, world_size, count, state):
+def draw(stage, scenario, rank, world_size, count, state):
     """Returns the sequences of each of `count` batches, and the state behind them."""
-    rung.all_gather_object.__globals__["WORLD_SIZE"] = world_size
+    stage.all_gather_object.__globals__["WORLD_SIZE"] = world_size
     documents = datasets.load_dataset("json", data_files=scenario["files"], streaming=True)["train"]
     sizes = [scenario[name] for name in ("length", "streams", "batch", "held_out")]
-    streams = open_streams(rung, documents, *sizes)
+    streams = open_streams(stage, documents, *sizes)
     streams.open(*state or (0, 0, None))
     drawn = []
     for _ in range(count):
         indices = streams.draw()
-        micro_batches, _ = rung.make_micro_batches(streams, indices, 2, torch.device("cpu"))
+        micro_batches, _ = stage.make_micro_batches(streams, indices, 2, torch.device("cpu"))
         lengths = torch.tensor([len(micro_batches)])
         dist.all_reduce(lengths, dist.ReduceOp.MAX)
         assert len(micro_batches) == lengths, "collectives would not match"
@@ -34,7 +34,7 @@ def draw(rung, scenario, rank, world_size, count, state):
 
 
 def main(scenarios, out, rank):
-    rung = load("06-streaming")
+    stage = load("06-streaming")
     results = []
     for number, scenario in enumerate(json.loads(Path(scenarios).read_text())):
         state, batches = None, []
@@ -46,7 +46,7 @@ def main(scenarios, out, rank):
                 dist.init_process_group("gloo", **place)
                 if part > 0:
                     state = json.loads(Path(out, f"state-{number}-{part - 1}").read_text())
-                drawn, state = draw(rung, scenario, rank, world_size, count, state)
+                drawn, state = draw(stage, scenario, rank, world_size, count, state)
                 batches += drawn
                 if rank == 0:
                     handed_on.write_text(json.dumps(state))

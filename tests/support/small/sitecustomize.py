@@ -1,8 +1,8 @@
 """Put first on a path, this makes each run of a train-llm.py small: its last flags are these, and
-the last occurrence of a flag wins. LADDER_SMALL names other ones."""
+the last occurrence of a flag wins. COURSE_SMALL names other ones."""
 
 import os
 import sys
 
 if sys.argv[0].endswith("train-llm.py"):
-    sys.argv += os.environ.get("LADDER_SMALL", "--max-steps 2 --eval-sequences 4").split()
+    sys.argv += os.environ.get("COURSE_SMALL", "--max-steps 2 --eval-sequences 4").split()

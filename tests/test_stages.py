@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from ladder import PARENTS, ROOT, RUNGS, script
+from stages import PARENTS, ROOT, STAGES, script
 
-PAIRS = [(parent, rung) for rung, parent in PARENTS.items()]
-# Functions and classes that a rung adds: the idea itself.
+PAIRS = [(parent, stage) for stage, parent in PARENTS.items()]
+# Functions and classes that a stage adds: the idea itself.
 NEW = {
     "02-ddp": ["share_of_rank", "check_same_on_all_ranks", "end_with_torchrun", "shut_down"],
     "03-fsdp": ["find_weights", "read_shards", "fill_from_rank_0", "fill_buffers"],
@@ -51,9 +51,9 @@ NEW = {
         "check_stages",
     ],
 }
-# Functions that a rung does not need any more.
+# Functions that a stage does not need any more.
 DROPPED = {"06-streaming": ["pack", "check_labels"], "08-pipeline-parallel": ["loss_sum"]}
-# Functions that a rung changes, and why its idea is in them. The others are as on the rung below.
+# Functions that a stage changes, and why its idea is in them. The others are as on the stage below.
 CHANGED = {
     "02-ddp": {
         "main": "the process group, the wrapper, the reductions",
@@ -98,13 +98,13 @@ CHANGED = {
         "parse_args": "--tensor-size",
     },
     "08-pipeline-parallel": {
-        "main": "the stages, the schedule, what they exchange",
-        "read_shards": "the stages lack different weights",
-        "fill_from_rank_0": "a stage takes a part of the weights",
-        "check_causal": "the forward pass goes through the stages",
+        "main": "the pipeline stages, the schedule, what they exchange",
+        "read_shards": "the pipeline stages lack different weights",
+        "fill_from_rank_0": "a pipeline stage takes a part of the weights",
+        "check_causal": "the forward pass goes through the pipeline stages",
         "share_of_rank": "the stages of a pipeline read the same sequences",
         "make_micro_batches": "the same",
-        "evaluate": "the forward pass goes through the stages",
+        "evaluate": "the forward pass goes through the pipeline stages",
         "sample": "the same",
         "parse_args": "--stages, --schedule",
         "check_hardware": "no fp16",
@@ -112,64 +112,64 @@ CHANGED = {
 }
 
 
-def functions(rung):
-    """The source of each function and class of a rung, by name, in order."""
-    text = script(rung).read_text()
+def functions(stage):
+    """The source of each function and class of a stage, by name, in order."""
+    text = script(stage).read_text()
     kinds = (ast.FunctionDef, ast.ClassDef)
     nodes = [node for node in ast.parse(text).body if isinstance(node, kinds)]
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
-def diff(below, rung):
+def diff(below, stage):
     """The lines that `diff` prints."""
-    command = ["diff", script(below), script(rung)]
+    command = ["diff", script(below), script(stage)]
     return subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
 
 
-def git_diff(below, rung, *options):
+def git_diff(below, stage, *options):
     """What the `git diff` of a chapter prints, whatever the user's configuration of git is."""
     command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", *options]
     variables = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    files = [script(below), script(rung)]
+    files = [script(below), script(stage)]
     return subprocess.run([*command, *files], env=variables, capture_output=True, text=True).stdout
 
 
-def changed_lines(below, rung):
+def changed_lines(below, stage):
     """The lines that `git diff` marks on either side, comments and docstring counted."""
-    return sum(int(number) for number in git_diff(below, rung, "--numstat").split()[:2])
+    return sum(int(number) for number in git_diff(below, stage, "--numstat").split()[:2])
 
 
 @pytest.mark.law2
-@pytest.mark.parametrize(("below", "rung"), PAIRS)
-def test_count_the_changed_lines(below, rung, capsys):
+@pytest.mark.parametrize(("below", "stage"), PAIRS)
+def test_count_the_changed_lines(below, stage, capsys):
     """There is no limit: a diff is as long as its idea takes. The count is printed."""
-    count = changed_lines(below, rung)
+    count = changed_lines(below, stage)
     with capsys.disabled():
-        print(f"\n{below} -> {rung}: {count} changed lines")
+        print(f"\n{below} -> {stage}: {count} changed lines")
     assert count > 0
 
 
 @pytest.mark.law2
-@pytest.mark.parametrize(("below", "rung"), PAIRS)
-def test_functions_that_an_idea_is_not_in_are_the_same(below, rung):
-    lower, upper = functions(below), functions(rung)
-    new, dropped = NEW.get(rung, []), DROPPED.get(rung, [])
+@pytest.mark.parametrize(("below", "stage"), PAIRS)
+def test_functions_that_an_idea_is_not_in_are_the_same(below, stage):
+    lower, upper = functions(below), functions(stage)
+    new, dropped = NEW.get(stage, []), DROPPED.get(stage, [])
     assert new == [name for name in upper if name not in lower]
     assert dropped == [name for name in lower if name not in upper]
     kept = [name for name in upper if name not in new]
     assert [name for name in lower if name in kept] == kept, "the same functions in the same order"
     changed = {name for name in kept if upper[name] != lower[name]}
-    assert changed == set(CHANGED[rung])
+    assert changed == set(CHANGED[stage])
 
 
 @pytest.mark.law2
-@pytest.mark.parametrize(("below", "rung"), PAIRS)
-def test_no_line_is_merely_moved(below, rung):
+@pytest.mark.parametrize(("below", "stage"), PAIRS)
+def test_no_line_is_merely_moved(below, stage):
     """A line that stands in both is not among the changed ones, but for brackets. Within a hunk it
-    may be indented otherwise: what stood in a `with` block of the rung below."""
+    may be indented otherwise: what stood in a `with` block of the stage below."""
     removed, added = {}, {}
     hunk = 0
-    for line in diff(below, rung):
+    for line in diff(below, stage):
         if line[0] in "<>":
             (removed if line[0] == "<" else added)[line[2:]] = hunk
         elif line[0] in "0123456789":
@@ -184,8 +184,8 @@ def test_no_line_is_merely_moved(below, rung):
 
 
 @pytest.mark.law2
-@pytest.mark.parametrize("rung", RUNGS)
-def test_a_script_imports_no_other_rung(rung):
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_script_imports_no_other_stage(stage):
     """Standard library, its packages, and the one shared module, that of its own clone."""
     allowed = set(sys.stdlib_module_names) | {"pydoc_data", "logs_and_checkpoints"}
     allowed |= {
@@ -200,7 +200,7 @@ def test_a_script_imports_no_other_rung(rung):
         "tokenizers",
         "safetensors",
     }
-    for node in ast.walk(ast.parse(script(rung).read_text())):
+    for node in ast.walk(ast.parse(script(stage).read_text())):
         if isinstance(node, ast.Import):
             assert {alias.name.split(".")[0] for alias in node.names} <= allowed
         if isinstance(node, ast.ImportFrom):
@@ -208,11 +208,11 @@ def test_a_script_imports_no_other_rung(rung):
 
 
 @pytest.mark.law2
-def test_comments_stay_on_higher_rungs():
-    """A comment is written where its line first appears; no rung drops one with its line kept."""
-    for below, rung in PAIRS:
+def test_comments_stay_on_higher_stages():
+    """A comment is written where its line first appears; no stage drops one with its line kept."""
+    for below, stage in PAIRS:
         lower = script(below).read_text().splitlines()
-        upper = script(rung).read_text().splitlines()
+        upper = script(stage).read_text().splitlines()
         for comment, line in zip(lower, lower[1:], strict=False):
             if comment.strip().startswith("#") and line in upper:
                 assert comment in upper, comment
@@ -221,16 +221,16 @@ def test_comments_stay_on_higher_rungs():
 @pytest.mark.law6
 def test_the_readme_has_the_true_counts():
     text = (ROOT / "README.md").read_text()
-    for below, rung in [(None, RUNGS[0]), *PAIRS]:
-        row = next(line for line in text.splitlines() if line.startswith(f"| [{rung}]"))
+    for below, stage in [(None, STAGES[0]), *PAIRS]:
+        row = next(line for line in text.splitlines() if line.startswith(f"| [{stage}]"))
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[-2] == str(len(script(rung).read_text().splitlines()))
-        assert cells[-1] == (str(changed_lines(below, rung)) if below else "")
+        assert cells[-2] == str(len(script(stage).read_text().splitlines()))
+        assert cells[-1] == (str(changed_lines(below, stage)) if below else "")
 
 
 @pytest.mark.law2
-def test_the_readmes_tree_has_each_rung_under_its_parent():
-    """And each chapter of a rung that does not follow the one before it names its parent."""
+def test_the_readmes_tree_has_each_stage_under_its_parent():
+    """And each chapter of a stage that does not follow the one before it names its parent."""
     tree = (ROOT / "README.md").read_text().split("```mermaid")[1].split("```")[0]
     names = dict(re.findall(r'(\w+)\["([^"]+)"\]', tree))
     parents = {}
@@ -238,11 +238,11 @@ def test_the_readmes_tree_has_each_rung_under_its_parent():
         chain = [names[letter.strip()] for letter in line.split("-->")] if "-->" in line else []
         parents |= dict(zip(chain[1:], chain, strict=False))
     assert parents == PARENTS
-    for before, rung in zip(RUNGS, RUNGS[1:], strict=False):
-        if PARENTS[rung] != before:
-            parent = PARENTS[rung]
-            chapter = (ROOT / rung / "README.md").read_text()
-            assert f"builds on [rung {parent[:2]}](../{parent}/README.md)" in chapter
+    for before, stage in zip(STAGES, STAGES[1:], strict=False):
+        if PARENTS[stage] != before:
+            parent = PARENTS[stage]
+            chapter = (ROOT / stage / "README.md").read_text()
+            assert f"builds on [stage {parent[:2]}](../{parent}/README.md)" in chapter
 
 
 @pytest.mark.law6
@@ -258,8 +258,8 @@ def test_tables_in_prose_are_those_that_were_measured():
 
 
 def test_no_new_marks():
-    for rung in RUNGS:
-        assert "# NEW" not in script(rung).read_text()
+    for stage in STAGES:
+        assert "# NEW" not in script(stage).read_text()
 
 
 def test_the_tree():
@@ -277,7 +277,7 @@ def test_the_tree():
         ".gitignore",
     }
     expected |= {"logs_and_checkpoints.py", "compare.py", "outputs", "tests", ".ci", ".github"}
-    assert top == expected | set(RUNGS)
+    assert top == expected | set(STAGES)
 
 
 def test_ruff_is_content():

@@ -193,6 +193,9 @@ class RunLog:
             self.comet.log_parameters({**self.flags, **ours})
             self.comet.log_other("command", shlex.join(sys.argv))
             self.comet.add_tags([STAGE, self.flags["model_name"], self.flags["dataset_name"]])
+            if not offline:  # for compare.py
+                (self.run_dir / "comet").mkdir(exist_ok=True)
+                (self.run_dir / "comet" / "address.txt").write_text(f"{self.comet.url}\n")
         except Exception as error:
             say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
 

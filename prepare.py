@@ -71,7 +71,7 @@ def main(args):
     print(f"training on the columns {', '.join(columns)}")
 
     # A prompt and a completion that are strings are joined, without a template.
-    are_strings = isinstance(splits["train"][0].get("prompt"), str)
+    are_strings = columns[0] == "prompt" and isinstance(splits["train"][0]["prompt"], str)
     if columns in CHAT_COLUMNS and not are_strings and tokenizer.chat_template is None:
         set_chat_template(tokenizer)
 
@@ -116,8 +116,8 @@ def load_splits(name, subset):
 def load_files(path):
     """Returns the splits, by name, of a file or of all files in a folder.
 
-    A file or folder called validation or test is a split of its own, and so is a file such as
-    test-00000-of-00002.parquet. All other files are training data."""
+    A file or folder called validation or test is a split, and files of the hub have the name of
+    theirs, as in test-00000-of-00002.parquet. All other files are training data."""
     splits, formats, unread = {}, set(), []
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = file.relative_to(path).parts
@@ -130,8 +130,8 @@ def load_files(path):
         formats.add(FORMATS[ending])
         split = "train"
         for part in parts:
-            match = re.fullmatch(r"(validation|test)(-\d+-of-\d+)?", part.split(".")[0])
-            split = match[1] if match else split
+            match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}|validation|test", part.split(".")[0])
+            split = match[1] or match[0] if match else split
         splits.setdefault(split, []).append(glob.escape(str(file)))
 
     if len(formats) != 1:

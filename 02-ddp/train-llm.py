@@ -171,13 +171,13 @@ def main(args):
     # intermediate results are the largest tensors of a step, and compiled code never stores them.
     # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
     # replace the code for the full ones with slower code for all sizes.
-    cross_entropy = sum_cross_entropy
+    loss_fn = sum_cross_entropy
     if args.compile is None:
         args.compile = device.type == "cuda"
     if args.compile:
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
-        cross_entropy = torch.compile(sum_cross_entropy, dynamic=False)
+        loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
 
     # Activation checkpointing keeps only the input of each block. In the backward pass it computes
     # the other activations a second time. No block draws random numbers, as dropout is 0, so the
@@ -263,7 +263,7 @@ def main(args):
             model.require_backward_grad_sync = is_last  # what `with model.no_sync():` sets, too
 
             with autocast():
-                loss = loss_sum(model, input_ids, targets, cross_entropy)
+                loss = loss_sum(model, input_ids, targets, loss_fn)
             step_loss += loss.detach()
             log.lap("forward")
 
@@ -322,9 +322,7 @@ def main(args):
         # Evaluate on text that the model was not trained on.
         if args.eval_freq and step % args.eval_freq == 0 and step < total_steps:
             with autocast():
-                metrics = evaluate(
-                    model, eval_data, args.batch_size, device, cross_entropy, data_group
-                )
+                metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
             log.step(step, metrics)
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
@@ -335,7 +333,7 @@ def main(args):
     tokens = eval_data[-1]["input_ids"][:256]
     start = min(32, len(tokens) // 2)
     with autocast():
-        metrics = evaluate(model, eval_data, args.batch_size, device, cross_entropy, data_group)
+        metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
         tokens = sample(model, tokens, start, device)
     log.step(log.last_step, metrics)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
@@ -381,15 +379,15 @@ def make_micro_batches(data, indices, batch_size, device, group):
     return micro_batches, num_targets
 
 
-def loss_sum(model, input_ids, targets, cross_entropy):
+def loss_sum(model, input_ids, targets, loss_fn):
     """The sum of the loss over all targets, in nats: a scalar on the device.
 
-    `cross_entropy` is `sum_cross_entropy`, compiled or not."""
+    `loss_fn` is `sum_cross_entropy`, compiled or not."""
     # Without gradients, compiled blocks would need other code, and torch.compile would compile them
     # again. So `evaluate` runs them as they are ("force_eager"), and only the loss is compiled.
     with torch.compiler.set_stance("default" if torch.is_grad_enabled() else "force_eager"):
         logits = model(input_ids=input_ids, use_cache=False).logits
-    return cross_entropy(logits, targets)
+    return loss_fn(logits, targets)
 
 
 def sum_cross_entropy(logits, targets):
@@ -406,7 +404,7 @@ def check_finite(step, metrics, scaler):
 
 
 @torch.no_grad()
-def evaluate(model, data, batch_size, device, cross_entropy, group):
+def evaluate(model, data, batch_size, device, loss_fn, group):
     """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
 
     There is no model.eval(): dropout is 0 in training too."""
@@ -414,7 +412,7 @@ def evaluate(model, data, batch_size, device, cross_entropy, group):
     micro_batches, num_targets = make_micro_batches(data, indices, batch_size, device, group)
     total = torch.zeros((), device=device)
     for input_ids, targets in micro_batches:
-        total += loss_sum(model, input_ids, targets, cross_entropy)
+        total += loss_sum(model, input_ids, targets, loss_fn)
     dist.all_reduce(total, group=group)
     dist.all_reduce(num_targets, group=group)
     loss = (total.double() / num_targets).item()  # NaN if there is no target
@@ -531,8 +529,8 @@ def load_data(args, config, tokenizer):
 def load_files(path):
     """Returns the splits, by name, of a file or of all files in a folder.
 
-    A file or folder called validation or test is a split of its own, and so is a file such as
-    test-00000-of-00002.parquet. All other files are training data."""
+    A file or folder called validation or test is a split, and files of the hub have the name of
+    theirs, as in test-00000-of-00002.parquet. All other files are training data."""
     splits, formats, unread = {}, set(), []
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = file.relative_to(path).parts
@@ -545,8 +543,8 @@ def load_files(path):
         formats.add(FORMATS[ending])
         split = "train"
         for part in parts:
-            match = re.fullmatch(r"(validation|test)(-\d+-of-\d+)?", part.split(".")[0])
-            split = match[1] if match else split
+            match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}|validation|test", part.split(".")[0])
+            split = match[1] or match[0] if match else split
         splits.setdefault(split, []).append(glob.escape(str(file)))
 
     if len(formats) != 1:
@@ -761,7 +759,8 @@ def parse_args():
 
     # With these, a run would train nothing, or in the wrong direction, and not say so.
     above_zero = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "max_grad_norm")
-    for name in (*above_zero, "keep_checkpoints"):
+    above_zero += ("log_freq", "ckpt_freq", "keep_checkpoints", "eval_sequences")
+    for name in above_zero:
         value = getattr(args, name)
         if value is not None and value <= 0:
             fail(f"--{name.replace('_', '-')} {value}: must be above 0")

@@ -66,14 +66,15 @@ def load(stage):
     return module
 
 
-def data_args(name, seq_length, text_column=None, train_on_prompt=False):
+def data_args(name, seq_length, text_column=None):
     """What `load_data` of a stage needs of the flags."""
     return SimpleNamespace(
+        model_name="tiny",
         dataset_name=str(name),
         dataset_subset=None,
         seq_length=seq_length,
         text_column=text_column,
-        train_on_prompt=train_on_prompt,
+        train_on_prompt=False,  # of stages 04 to 08
     )
 
 
@@ -161,11 +162,16 @@ def run(stage, processes, *flags, path=None, check=True, cwd=None, launched=Fals
 
 
 def metrics(folder):
-    """The lines of a run's metrics.jsonl, by step."""
+    """What a run's metrics.jsonl holds, by step. An evaluation has a line of its own."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
-    assert steps == sorted(set(steps)), f"a step is missing or logged twice: {steps}"
-    return {line["step"]: line for line in lines}
+    assert steps == sorted(steps), f"not in order: {steps}"
+    trained = [line["step"] for line in lines if "train/loss" in line]
+    assert trained == sorted(set(trained)), f"a step is logged twice: {trained}"
+    merged = {}
+    for line in lines:
+        merged.setdefault(line["step"], {}).update(line)
+    return merged
 
 
 def default_sequences(seq_length):
@@ -199,7 +205,8 @@ def mutant(folder, stage, *edits):
     path = Path(folder) / stage / "train-llm.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    shutil.copy(ROOT / "logs_and_checkpoints.py", folder)
+    for module in ROOT.glob("logs_and_checkpoints*.py"):
+        shutil.copy(module, folder)
     return path
 
 

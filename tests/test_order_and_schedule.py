@@ -29,13 +29,14 @@ class Ranks:
     """Stands for torch.distributed in `make_micro_batches`, which asks it for two numbers."""
 
     def __init__(self, rank, world_size):
-        self.get_rank = lambda: rank
-        self.get_world_size = lambda: world_size
+        self.get_rank = lambda group: rank
+        self.get_world_size = lambda group: world_size
 
 
 def read(module, indices, batch_size, rank, world_size, monkeypatch):
     monkeypatch.setattr(module, "dist", Ranks(rank, world_size), raising=False)
-    return module.make_micro_batches(DATA, indices, batch_size, CPU)
+    group = () if world_size is None else (None,)
+    return module.make_micro_batches(DATA, indices, batch_size, CPU, *group)
 
 
 @settings(deadline=None, max_examples=60)
@@ -50,7 +51,9 @@ def test_ranks_share_a_global_batch(stages, count, batch_size, world_size, seed)
     run as many micro-batches, no larger than asked for; the targets add up."""
     indices = numpy.random.default_rng(seed).permutation(len(DATA))[:count]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        alone, targets_alone = read(stages["01-single-gpu"], indices, batch_size, 0, 1, monkeypatch)
+        alone, targets_alone = read(
+            stages["01-single-gpu"], indices, batch_size, 0, None, monkeypatch
+        )
         shares = [
             read(stages["02-ddp"], indices, batch_size, rank, world_size, monkeypatch)
             for rank in range(world_size)
@@ -72,7 +75,7 @@ def test_ranks_share_a_global_batch(stages, count, batch_size, world_size, seed)
 
 def test_one_process_of_02_reads_as_01_does(stages, monkeypatch):
     indices = numpy.random.default_rng(0).permutation(len(DATA))[:11]
-    one, _ = read(stages["01-single-gpu"], indices, 4, 0, 1, monkeypatch)
+    one, _ = read(stages["01-single-gpu"], indices, 4, 0, None, monkeypatch)
     two, _ = read(stages["02-ddp"], indices, 4, 0, 1, monkeypatch)
     for pair, other in zip(one, two, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))

@@ -99,13 +99,19 @@ def test_the_loss_is_the_mean_over_all_targets(curve, masked_data):
 MUTANTS = {
     "no rank stride": (
         "02-ddp",
-        ("indices[rank::world_size]", "indices[: len(indices) // world_size]"),
+        ("indices[rank::num_shares]", "indices[: len(indices) // num_shares]"),
     ),
     "forward on the bare model": (
         "02-ddp",
-        ("loss = loss_sum(model, input_ids", "loss = loss_sum(model.module, input_ids"),
+        (
+            "loss = loss_sum(model, input_ids, targets, loss_fn)\n            step",
+            "loss = loss_sum(model.module, input_ids, targets, loss_fn)\n            step",
+        ),
     ),
-    "loss not reduced": ("02-ddp", ("            dist.all_reduce(step_loss)\n", "")),
+    "loss not reduced": (
+        "02-ddp",
+        ("            dist.all_reduce(step_loss, group=data_group)\n", ""),
+    ),
     "no clipping": (
         "02-ddp",
         ("model.parameters(), args.max_grad_norm)", "model.parameters(), float('inf'))"),
@@ -113,30 +119,35 @@ MUTANTS = {
     "mean of means": (
         "02-ddp",
         (
-            "        dist.all_reduce(num_targets)  # a CPU tensor",
-            "        num_targets *= 2  # a CPU tensor",
+            "        dist.all_reduce(num_targets, group=data_group)  # each",
+            "        num_targets *= 2  # each",
         ),
     ),
-    "sum instead of mean over ranks": ("02-ddp", ("loss * world_size / num", "loss / num")),
+    "sum instead of mean over ranks": ("02-ddp", ("loss * num_shares / num", "loss / num")),
+    "gradients that are not zeroed": (
+        "02-ddp",
+        ("        optimizer.zero_grad(set_to_none=False)\n", ""),
+    ),
     "a short rank trains on its filler": (
         "02-ddp",
         ("        targets[num_real - first :] = -100", "        pass"),
+    ),
+    "buffers not sent": ("03-fsdp", ("        dist.broadcast(buffer, src=0)\n", "")),
+    "weights not sent": (
+        "03-fsdp",
+        (
+            "    set_model_state_dict(model, full_weights, options=options)\n",
+            "    torch.manual_seed(dist.get_rank())\n    model.init_weights()\n",
+        ),
     ),
     "replicas not averaged": (
         "04-compression",
         ("            dist.all_reduce(gradient, group=self.group)\n", ""),
     ),
-    "weights not broadcast": (
-        "03-fsdp",
-        (
-            "    set_model_state_dict(model, weights, options=options)\n",
-            "    torch.manual_seed(dist.get_rank())\n    model.init_weights()\n",
-        ),
-    ),
 }
 
 
-QUICK = ("no rank stride", "mean of means", "weights not broadcast")
+QUICK = ("no rank stride", "mean of means", "weights not sent", "buffers not sent")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +169,7 @@ COUNT_DDP = """    calls = []
 
     def count(state, bucket):
         calls.extend([1] * bucket.is_last())  # one for a whole set of buckets
-        work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
+        work = dist.all_reduce(bucket.buffer().div_(num_shares), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
     model.register_comm_hook(None, count)
@@ -223,14 +234,14 @@ def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve)
     blocks and the root. Without it a block is gathered for each forward and each backward."""
     flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "8", "-b", "1")
     place = "    for step in range(last_step + 1, total_steps + 1):\n"
-    ends = "        metrics = {}\n"
+    ends = "        metrics = {}\n        is_saved"
     say = '        say(f"calls {len(calls)}")\n'
     edits = [(place, COUNT_GATHERS + place), (ends, say + ends)]
     calls, curves = [], []
-    for name in ("--reshard-after-forward", "--no-reshard-after-forward"):
+    for name, switch in (("without", ()), ("with", ("--no-reshard-after-forward",))):
         path = mutant(tmp_path / name, "03-fsdp", *edits)
         named = ("-e", "a", "--save-dir", tmp_path / name, "--log-freq", 1)
-        out = run("03-fsdp", 2, *flags, *named, "--eval-sequences", "2", name, path=path).out
+        out = run("03-fsdp", 2, *flags, *named, "--eval-sequences", "2", *switch, path=path).out
         calls.append(int(out.split("calls ")[-1].split()[0]))
         curves.append(metrics(tmp_path / name / "a"))
     assert calls == [3 * 4 * (3 * 2 + 1), 3 * 4]

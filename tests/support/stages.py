@@ -24,6 +24,15 @@ def script(stage):
 # A stage whose script is not written yet is left out.
 PARENTS = {stage: parent for stage, parent in PARENTS.items() if script(stage).exists()}
 STAGES = ("01-single-gpu", *PARENTS)
+# These share logs_and_checkpoints.py. The others still share logs_and_checkpoints_old.py, whose
+# checkpoints are others, and stand on the scripts that 01 to 03 were before.
+NEW_BASE = STAGES[:3]
+# Which stage is compared with which: those that stand on the same base.
+PAIRS = [
+    (parent, stage)
+    for stage, parent in PARENTS.items()
+    if (parent in NEW_BASE) == (stage in NEW_BASE)
+]
 
 
 def builds_on(stage, other):

@@ -189,8 +189,8 @@ class RunLog:
                 experiment_config=config,
             )
             versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-            ours = {"stage": STAGE, "world_size": WORLD_SIZE, **versions, **self.run_info}
-            self.comet.log_parameters({**self.flags, **ours})
+            ours = {"stage": STAGE, "world_size": WORLD_SIZE, "total_steps": self.total_steps}
+            self.comet.log_parameters({**self.flags, **ours, **versions, **self.run_info})
             self.comet.log_other("command", shlex.join(sys.argv))
             self.comet.add_tags([STAGE, self.flags["model_name"], self.flags["dataset_name"]])
             if not offline:  # for compare.py

@@ -139,9 +139,12 @@ def load_files(path):
         fail(f"-d {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
     if unread:
         print(f"-d {path}: not read: {', '.join(unread)}")
-    # A .txt file is a document, not each of its lines.
-    options = {"sample_by": "document"} if formats == {"text"} else {}
-    return datasets.load_dataset(formats.pop(), data_files=splits, **options)
+    [name] = formats
+    options = {"sample_by": "document"} if name == "text" else {}  # else a document is a line
+    return {
+        split: datasets.load_dataset(name, data_files=files, split="train", **options)
+        for split, files in splits.items()
+    }
 
 
 def choose_columns(names, text_column):

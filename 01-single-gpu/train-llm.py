@@ -80,7 +80,8 @@ PEAK_FLOPS = {
 def main(args):
     if WORLD_SIZE > 1:
         fail("this stage runs in one process: for several, start 02-ddp")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device)
     args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
@@ -471,9 +472,12 @@ def load_files(path):
         fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
     if unread:
         say(f"--dataset-name {path}: not read: {', '.join(unread)}")
-    # A .txt file is a document, not each of its lines.
-    options = {"sample_by": "document"} if formats == {"text"} else {}
-    return datasets.load_dataset(formats.pop(), data_files=splits, **options)
+    [name] = formats
+    options = {"sample_by": "document"} if name == "text" else {}  # else a document is a line
+    return {
+        split: datasets.load_dataset(name, data_files=files, split="train", **options)
+        for split, files in splits.items()
+    }
 
 
 def choose_column(args, names):

@@ -86,8 +86,9 @@ PEAK_FLOPS = {
 @record  # torchrun shows the traceback of the process that failed first
 def main(args):
     if "RANK" not in os.environ:
-        fail("this stage needs torchrun, as in `torchrun --nproc-per-node 2 train-llm.py`")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        fail("this stage needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device)
     args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
@@ -107,11 +108,11 @@ def main(args):
     else:
         dist.init_process_group("gloo")
     # A barrier is a collective that returns when every rank has called it. A collective fails when
-    # it waits for longer than its timeout, but loading data or a model may take hours. So the
-    # barriers for loading use a process group with a long timeout.
+    # it waits for longer than its timeout, but loading data or a model may take hours. So the ranks
+    # wait for that in a process group of its own, with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
-    # The ranks that share the work of a global batch: all of them.
+    # The ranks that share the work of a global batch. Here these are all ranks.
     data_group = dist.group.WORLD
     num_shares = dist.get_world_size(data_group)
 
@@ -158,6 +159,7 @@ def main(args):
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
     model = load_model(config, weights, args.attn, args.seed)
+    dist.barrier(loading_group)
     run_info = describe_run(model, args.seq_length, device)
     say(f"{run_info['parameters']:,} parameters, {run_info['attn']}, {args.dtype}, {device}")
 
@@ -192,13 +194,15 @@ def main(args):
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     model.to(device)
     # DDP copies the weights of rank 0 to all ranks, and averages the gradients of all ranks in the
-    # backward pass. From here on `model` is the wrapper: a forward pass that went around it would
-    # not start the averaging.
-    # Without `broadcast_buffers=False` each step would send the buffers of rank 0 as well. Those of
-    # a language model, such as the frequencies of rotary embeddings, are constants.
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    # For a model that is compiled as a whole, torch.compile would cut the code where DDP can start
-    # to average. Our blocks are such pieces already, and would be cut into smaller ones.
+    # backward pass. It has them in a few large tensors, its buckets, each of which it sends when it
+    # is full. From here on `model` is the wrapper: a forward pass that went around it would not
+    # start the averaging.
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # Otherwise each forward pass would send the buffers of rank 0, too. Those of a language model,
+    # such as the frequencies of rotary embeddings, are constants.
+    model.broadcast_buffers = False
+    # torch.compile would cut compiled code into pieces, so that DDP can send a bucket between two
+    # of them. Our blocks are such pieces already.
     torch._dynamo.config.optimize_ddp = False
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
@@ -260,7 +264,7 @@ def main(args):
             # It is enough to average the gradients once per step, in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
-            model.require_backward_grad_sync = is_last  # what `with model.no_sync():` sets, too
+            model.require_backward_grad_sync = is_last  # `with model.no_sync():` sets it to False
 
             with autocast():
                 loss = loss_sum(model, input_ids, targets, loss_fn)
@@ -304,8 +308,8 @@ def main(args):
             }
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
-        # DDP keeps the gradients of all parameters in a few large tensors, its buckets. If `.grad`
-        # were None, the first micro-batches of a step would put theirs into memory of their own.
+        # With zeros `.grad` stays a part of a bucket. If it were None, the first micro-batches of a
+        # step, whose gradients are not sent, would put them into memory of their own.
         optimizer.zero_grad(set_to_none=False)
         log.lap("log")
 
@@ -343,9 +347,9 @@ def main(args):
 def share_of_rank(indices, group):
     """Returns this rank's part of `indices`, and how many of its entries count.
 
-    The backward pass contains collectives, for which all ranks wait. So every rank needs the same
-    number of micro-batches. If the indices cannot be divided equally, the last ranks get one more
-    sequence that does not count: its targets are all -100, so it adds nothing to the loss."""
+    The passes of a micro-batch contain collectives, for which all ranks wait. So every rank needs
+    the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
+    one less repeat a sequence that does not count: all its targets are -100, without a loss."""
     rank, num_shares = dist.get_rank(group), dist.get_world_size(group)
     share = list(indices[rank::num_shares])
     num_real = len(share)
@@ -552,9 +556,12 @@ def load_files(path):
         fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
     if unread:
         say(f"--dataset-name {path}: not read: {', '.join(unread)}")
-    # A .txt file is a document, not each of its lines.
-    options = {"sample_by": "document"} if formats == {"text"} else {}
-    return datasets.load_dataset(formats.pop(), data_files=splits, **options)
+    [name] = formats
+    options = {"sample_by": "document"} if name == "text" else {}  # else a document is a line
+    return {
+        split: datasets.load_dataset(name, data_files=files, split="train", **options)
+        for split, files in splits.items()
+    }
 
 
 def choose_column(args, names):
@@ -769,6 +776,7 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())
+    # A process may abort if it exits while threads of Gloo are still busy, so leave them some time.
     dist.barrier()
-    time.sleep(0.2)  # a process that exits while Gloo's threads still run may abort
+    time.sleep(0.2)
     dist.destroy_process_group()

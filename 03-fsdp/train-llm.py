@@ -93,8 +93,9 @@ PEAK_FLOPS = {
 @record  # torchrun shows the traceback of the process that failed first
 def main(args):
     if "RANK" not in os.environ:
-        fail("this stage needs torchrun, as in `torchrun --nproc-per-node 2 train-llm.py`")
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        fail("this stage needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device)
     args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
@@ -110,17 +111,18 @@ def main(args):
         # The local rank is the number of a process on its machine. Each takes a GPU of its own.
         device = torch.device("cuda", LOCAL_RANK)
         torch.cuda.set_device(device)
-        # With --cpu-offload shards are in CPU memory, and NCCL cannot add up what is there.
+        # With --cpu-offload gradients are in CPU memory, and so are the norms that the ranks add up
+        # to clip them. NCCL cannot do this, Gloo can.
         backend = "cpu:gloo,cuda:nccl" if args.cpu_offload else "nccl"
         dist.init_process_group(backend, device_id=device)
     else:
         dist.init_process_group("gloo")
     # A barrier is a collective that returns when every rank has called it. A collective fails when
-    # it waits for longer than its timeout, but loading data or a model may take hours. So the
-    # barriers for loading use a process group with a long timeout.
+    # it waits for longer than its timeout, but loading data or a model may take hours. So the ranks
+    # wait for that in a process group of its own, with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
-    # The ranks that share the work of a global batch: all of them.
+    # The ranks that share the work of a global batch. Here these are all ranks.
     data_group = dist.group.WORLD
     num_shares = dist.get_world_size(data_group)
 
@@ -202,17 +204,18 @@ def main(args):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, **options)
 
+    # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
+    # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
+    # them again for its backward pass. Then it averages the gradients of the block over the ranks,
+    # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
+    # gradients of a few blocks at a time. What is in no block, the embeddings and the last norm,
+    # belongs to the model itself, the root module, which is therefore the last one in the loop.
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # the ranks, in one line
+
     # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
     # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
-
-    # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
-    # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
-    # them again for its backward pass. So besides its shards a GPU holds the parameters of a few
-    # blocks at a time. What is not in a block, the embeddings and the last norm, is sharded with
-    # the root module.
-    mesh = init_device_mesh(device.type, (num_shares,))
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload)
     if args.no_reshard_after_forward:
@@ -276,12 +279,10 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up in `.grad`.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # It is enough to average the gradients once per step, in the backward pass of the last
-            # micro-batch.
+            # Each backward pass averages, so a rank keeps the gradients of its shards only. With
+            # --no-reshard-after-forward it keeps all of them, and all gathered parameters, and
+            # averages once per step, in the backward pass of the last micro-batch.
             is_last = i == len(micro_batches) - 1
-            # But until then each rank would have to keep the gradients of the whole model. So every
-            # backward pass averages, and a rank keeps the gradients of its shards. Only with
-            # --no-reshard-after-forward does it keep all, and the gathered parameters as well.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -317,7 +318,7 @@ def main(args):
             dist.all_reduce(step_loss, group=data_group)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
-            grad_norm = grad_norm.full_tensor()  # a DTensor: this combines the norms of all shards
+            grad_norm = grad_norm.full_tensor()  # the norms of all shards combined
             metrics = {
                 "train/loss": step_loss.item() / num_targets.item(),
                 "train/grad_norm": grad_norm.item(),
@@ -364,9 +365,9 @@ def main(args):
 def share_of_rank(indices, group):
     """Returns this rank's part of `indices`, and how many of its entries count.
 
-    The backward pass contains collectives, for which all ranks wait. So every rank needs the same
-    number of micro-batches. If the indices cannot be divided equally, the last ranks get one more
-    sequence that does not count: its targets are all -100, so it adds nothing to the loss."""
+    The passes of a micro-batch contain collectives, for which all ranks wait. So every rank needs
+    the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
+    one less repeat a sequence that does not count: all its targets are -100, without a loss."""
     rank, num_shares = dist.get_rank(group), dist.get_world_size(group)
     share = list(indices[rank::num_shares])
     num_real = len(share)
@@ -575,9 +576,12 @@ def load_files(path):
         fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
     if unread:
         say(f"--dataset-name {path}: not read: {', '.join(unread)}")
-    # A .txt file is a document, not each of its lines.
-    options = {"sample_by": "document"} if formats == {"text"} else {}
-    return datasets.load_dataset(formats.pop(), data_files=splits, **options)
+    [name] = formats
+    options = {"sample_by": "document"} if name == "text" else {}  # else a document is a line
+    return {
+        split: datasets.load_dataset(name, data_files=files, split="train", **options)
+        for split, files in splits.items()
+    }
 
 
 def choose_column(args, names):
@@ -694,14 +698,14 @@ def load_model(config, weights, attn, seed):
 def send_weights(model, full_weights, device, cpu_offload):
     """Gives all ranks their shards of `full_weights`, a state dict that has values on rank 0 only.
 
-    It would be shorter to call reset_parameters() on each rank. But its random weights are not
-    those that transformers gives to this architecture, and pretrained ones must be sent anyway."""
+    On the other ranks the model is still on the meta device. There `to_empty` gives its tensors
+    storage, with arbitrary values, which are replaced by what rank 0 sends."""
     if dist.get_rank() > 0:
         model.to_empty(device="cpu" if cpu_offload else device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full_weights, options=options)
     # A state dict lacks some buffers, such as the frequencies of rotary embeddings.
-    for name, buffer in list(model.named_buffers()):
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         owner, _, key = name.rpartition(".")
         buffer = buffer.to(device)
         dist.broadcast(buffer, src=0)
@@ -811,6 +815,7 @@ def parse_args():
 
 if __name__ == "__main__":
     main(parse_args())
+    # A process may abort if it exits while threads of Gloo are still busy, so leave them some time.
     dist.barrier()
-    time.sleep(0.2)  # a process that exits while Gloo's threads still run may abort
+    time.sleep(0.2)
     dist.destroy_process_group()

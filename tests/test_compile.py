@@ -153,3 +153,32 @@ def test_no_architecture_waits_for_the_device(name, tmp_path):
     CONFIGS[name].save_pretrained(tmp_path / name)
     path = mutant(tmp_path, "01-single-gpu", *WATCHED)
     assert number_of_waits("01-single-gpu", 1, path, "-m", tmp_path / name) == 0
+
+
+PEAK = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024"
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_not_the_peak_of_memory(tmp_path):
+    """Its logits take 4 bytes a token and entry of the vocabulary, as in training, and not the 10
+    that a loss takes that is not compiled. Measured in MiB, with 65,536 entries."""
+    LlamaConfig(**SIZES | {"vocab_size": 65536, "max_position_embeddings": 256}).save_pretrained(
+        tmp_path / "m"
+    )
+    flags = ("-m", tmp_path / "m", "-s", 256, "-b", 8, "--global-batch-size", 8, "--dtype", "bf16")
+    flags += ("--max-steps", 3, "--eval-sequences", 8, "--compile")
+    place = "    # Export the model for"
+    before = f"    import resource\n    before = {PEAK}\n"
+    after = f'    say(f"peaks {{before:.0f}} {{{PEAK}:.0f}}")\n'
+    peaks = {}
+    call = "loss_fn)\n        tokens ="
+    not_compiled = [(call, call.replace("loss_fn", "sum_cross_entropy"))]
+    for name, edits in (("compiled", []), ("eager", not_compiled)):
+        edits = [(place, before + place), (LAST_LINE, after + LAST_LINE), *edits]
+        path = mutant(tmp_path / name, "01-single-gpu", *edits)
+        out = run("01-single-gpu", 1, *flags, path=path, launched=True).out
+        peaks[name] = [float(word) for word in out.split("peaks ")[1].split()[:2]]
+    one_logit = 8 * 256 * 65536 / 2**20
+    assert peaks["compiled"][1] - peaks["compiled"][0] < one_logit
+    assert peaks["eager"][1] - peaks["eager"][0] > 3 * one_logit
+    print(peaks)

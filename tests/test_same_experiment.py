@@ -229,6 +229,32 @@ def test_gradients_travel_once_per_step(tmp_path, stage):
     assert calls == [CALLS[stage], 4 * CALLS[stage]]
 
 
+BUFFERS = """        if step == 3:
+            say(f"buffers are sent: {model.will_sync_module_buffers()}")
+"""
+STORAGES = """            if step == 3 and i == 0:
+                storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+                say(f"gradients are in {len(storages)} storages")
+"""
+
+
+@pytest.mark.parametrize("is_mutant", [False, True])
+def test_ddp_holds_gradients_once_and_sends_no_constants(is_mutant, tmp_path):
+    """A micro-batch whose gradients are not averaged yet adds them up in DDP's buckets. If `.grad`
+    is None it puts them beside, in a tensor for each of 30 parameters."""
+    places = ('        log.lap("data")\n', '            log.lap("backward")\n')
+    edits = [(places[0], BUFFERS + places[0]), (places[1], places[1] + STORAGES)]
+    if is_mutant:
+        edits.append(("set_to_none=False", "set_to_none=True"))
+        edits.append(("    model.broadcast_buffers = False\n", ""))
+    path = mutant(tmp_path, "02-ddp", *edits)
+    flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "8", "-b", "2")
+    out = run("02-ddp", 2, *flags, "--eval-sequences", "2", path=path).out
+    storages = int(out.split("gradients are in ")[1].split()[0])
+    assert storages == 30 if is_mutant else storages <= 2
+    assert f"buffers are sent: {is_mutant}" in out
+
+
 def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve):
     """--no-reshard-after-forward: the same curve, and of 4 micro-batches one gather for each of 3
     blocks and the root. Without it a block is gathered for each forward and each backward."""

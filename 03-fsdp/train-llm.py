@@ -279,9 +279,10 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up in `.grad`.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # Each backward pass averages, so a rank keeps the gradients of its shards only. With
-            # --no-reshard-after-forward it keeps all of them, and all gathered parameters, and
-            # averages once per step, in the backward pass of the last micro-batch.
+            # By default each backward pass averages, so a rank keeps only gradients of its shards.
+            # With --no-reshard-after-forward it keeps all gradients and all gathered parameters.
+            # It is enough to average the gradients once per step, in the backward pass of the last
+            # micro-batch.
             is_last = i == len(micro_batches) - 1
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
@@ -727,14 +728,14 @@ def describe_run(model, seq_length, device):
 def flops_per_token(model, seq_length):
     """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
 
-    N is the number of parameters. An input embedding does not count, unless it is also the output
+    N is the number of parameters. Embeddings do not count, but for one that is also the output
     layer. The second term is attention without its causal mask: L layers, H heads of D dimensions,
     sequences of T tokens.
     Source: PaLM, arXiv:2204.02311, appendix B."""
     config = model.config
-    parameters = model.num_parameters()
-    if not config.tie_word_embeddings:
-        parameters -= model.get_input_embeddings().weight.numel()
+    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    embeddings.discard(model.get_output_embeddings().weight)
+    parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size / max(heads, 1)
     return 6 * parameters + 12 * config.num_hidden_layers * heads * head_dim * seq_length

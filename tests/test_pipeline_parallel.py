@@ -337,16 +337,17 @@ def test_bytes_between_pipeline_stages(tmp_path):
 
 STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant_with_warmup")
 STEADY += ("--warmup-steps", "5")
+# Among the stages that share the older format of checkpoints.
 WALK = [
-    ("01-single-gpu", 1, ()),
+    ("05-multinode", 1, ()),
     (STAGE, 2, ("--stages", 2)),
     (STAGE, 4, ("--stages", 4)),
-    ("03-fsdp", 2, ()),
+    ("04-compression", 2, ()),
     (STAGE, 4, ("--stages", 2, "--schedule", "gpipe")),
     (STAGE, 1, ("--stages", 1)),
     ("07-tensor-parallel", 2, ()),
     (STAGE, 2, ("--stages", 2, "--schedule", "1f1b")),
-    ("01-single-gpu", 1, ()),
+    ("05-multinode", 1, ()),
 ]
 SHORT_WALK = [WALK[0], WALK[1], WALK[0]]
 

@@ -48,6 +48,18 @@ CONSOLE_FORMATS = {
     "eval/loss": ".4f",
     "eval/perplexity": ".2f",
 }
+# Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
+# that matches counts.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+}
 # Features of Comet that are turned off: the script logs its own metrics and flags. Those that are
 # on describe the machine, and its load while the run goes on.
 COMET_OFF = "log_code log_graph log_git_metadata log_git_patch parse_args"
@@ -74,11 +86,63 @@ def fail(message):
     sys.exit(f"{Path(sys.argv[0]).name}: error: {message}")
 
 
+def lock_run_dir(run_dir):
+    """Creates the folder of a run, and ends the run if another one trains in it.
+
+    Rank 0 locks the file `lock`. The system releases the lock when the process ends, also after
+    kill -9."""
+    if RANK > 0:
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # it stays open
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"-e {run_dir.name}: another process trains in {run_dir}")
+
+
+def describe_run(model, seq_length, device):
+    """What the log says of a run besides its flags."""
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    return {
+        "parameters": model.num_parameters(),
+        "attn": model.config._attn_implementation,
+        "flops_per_token": flops_per_token(model, seq_length),
+        "device_name": device_name,
+        "peak_flops": peak_flops(device_name),
+    }
+
+
+def flops_per_token(model, seq_length):
+    """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
+
+    N is the number of parameters. Embeddings do not count, but for one that is also the output
+    layer. The second term is attention without its causal mask: L layers, H heads of D dimensions,
+    sequences of T tokens.
+    Source: PaLM, arXiv:2204.02311, appendix B."""
+    config = model.config
+    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    embeddings.discard(model.get_output_embeddings().weight)
+    parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size / max(heads, 1)
+    return 6 * parameters + 12 * config.num_hidden_layers * heads * head_dim * seq_length
+
+
+def peak_flops(device_name):
+    """Peak FLOP/s of a device, or 0 if it is unknown: then MFU is not logged."""
+    for name, peak in PEAK_FLOPS.items():
+        if name in device_name:
+            return peak
+    return 0
+
+
 def memory_gb(model, optimizer, device):
     """Memory of this rank in GB (1e9 bytes): a tensor, (5,) float64, see `MEMORY_METRICS`.
 
-    "state" is parameters, gradients and optimizer state. Without a GPU the other numbers are the
-    memory of the whole process (its resident set)."""
+    It is on the device, where ranks can compare theirs. "state" is parameters, gradients and
+    optimizer state. Without a GPU the other numbers are the memory of the whole process (its
+    resident set)."""
     tensors = list(model.parameters())
     tensors += [p.grad for p in model.parameters() if p.grad is not None]
     for state_of_parameter in optimizer.state.values():
@@ -98,21 +162,6 @@ def memory_gb(model, optimizer, device):
         allocated = reserved = current, max(current, peak)
     numbers = [*allocated, *reserved, state]
     return torch.tensor(numbers, dtype=torch.float64, device=device) / 1e9
-
-
-def lock_run_dir(run_dir):
-    """Creates the folder of a run, and ends the run if another one trains in it.
-
-    Rank 0 locks the file `lock`. The system releases the lock when the process ends, also after
-    kill -9."""
-    if RANK > 0:
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # it stays open
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"-e {run_dir.name}: another process trains in {run_dir}")
 
 
 class RunLog:
@@ -140,8 +189,13 @@ class RunLog:
 
     def open_files(self):
         """Opens the run's files, and removes what was logged after the step it continues from."""
-        # `train-llm.py @FILE` reads flags from a file, each on a line of its own.
-        (self.run_dir / "flags.txt").write_text("\n".join(sys.argv[1:]))
+        # The flags, each on a line of its own, as `train-llm.py @FILE` reads them.
+        lines = []
+        for name, value in self.flags.items():
+            if value is not None and value is not False:
+                setting = "" if value is True else f"={value}"
+                lines.append(f"--{name.replace('_', '-')}{setting}\n")
+        (self.run_dir / "flags.txt").write_text("".join(lines))
 
         path = self.run_dir / "metrics.jsonl"
         kept = []
@@ -171,9 +225,9 @@ class RunLog:
         os.environ.setdefault("COMET_LOGGING_CONSOLE", "CRITICAL")
         os.environ.setdefault("COMET_HTTP_SESSION_RETRY_TOTAL", "1")
         os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
-        import comet_ml
-
         try:
+            import comet_ml
+
             config = comet_ml.ExperimentConfig(
                 name=self.flags["experiment_name"],
                 offline_directory=str(self.run_dir / "comet"),
@@ -339,8 +393,8 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
     folders = from_rank_0(checkpoints(run_dir))
     if not folders:
         return {"step": 0}
-    # To create Adam's moments, this makes a step with gradients of 0. In a new run that step would
-    # count, but here what is loaded replaces it.
+    # To create Adam's moments, this makes a step with gradients of 0. What is loaded replaces them.
+    # In a new run that step would count, so this must not be called if nothing is loaded.
     tensors = checkpoint_tensors(model, optimizer)
     for folder in folders:
         try:
@@ -348,10 +402,11 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
             check_same(experiment, values["experiment"], f"the run in {run_dir}")
             dcp.load(tensors, checkpoint_id=folder)
         except (OSError, ValueError, dcp.api.CheckpointException) as error:
-            say(f"{folder} is damaged, the one before is used: {error!r:.300}")
+            say(f"{folder} cannot be loaded, the one before is used: {error!r:.300}")
             continue
         if RANK == 0:
             for damaged in folders[: folders.index(folder)]:
+                shutil.rmtree(damaged.with_suffix(".damaged"), ignore_errors=True)
                 damaged.rename(damaged.with_suffix(".damaged"))
         dcp_state.set_model_state_dict(model, tensors["model"])
         optimizer_state = dcp_state.get_optimizer_state_dict(model, optimizer)  # hyperparameters
@@ -408,7 +463,7 @@ def save_final_model(run_dir, model, tokenizer, dtype):
             weights.pop(name, None)
         weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
         model.save_pretrained(temporary, state_dict=weights)
-        model.config.dtype = dtype
+        model.config.dtype = dtype  # save_pretrained has written that of the model in training
         model.config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)

@@ -631,6 +631,8 @@ def checkpoints(run_dir):
     for folder in sorted(run_dir.glob("step-????????"), reverse=True):
         try:
             values = json.loads((folder / "state.json").read_text())
+            if "experiment" in values and "crc32" not in values:
+                fail(f"{folder} was saved by one of the stages 01 to 03: this one has other files")
             intact = values.pop("crc32") == zlib.crc32(json.dumps(values).encode())
             intact = intact and {"files", "flags", "step"} <= values.keys()
         except (OSError, ValueError, KeyError, AttributeError, TypeError):

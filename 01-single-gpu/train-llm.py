@@ -1,10 +1,10 @@
 """Stage 01: train a language model in one process, on one GPU or on a CPU.
 
-Try it, train on a text of your own, train a pretrained model further. Without -e nothing is saved.
+Try it; train on a text of your own; train a pretrained model further. Without -e nothing is saved.
 
     python train-llm.py
     python train-llm.py -e notes -d notes.txt --max-steps 200
-    python train-llm.py -e notes -d notes.txt -m gpt2
+    python train-llm.py -e notes-gpt2 -d notes.txt -m gpt2
 """
 
 import argparse
@@ -34,6 +34,7 @@ from logs_and_checkpoints import (
     MEMORY_METRICS,
     WORLD_SIZE,
     RunLog,
+    describe_run,
     fail,
     load_checkpoint,
     lock_run_dir,
@@ -48,8 +49,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()  # hides warnings
 transformers.logging.disable_progress_bar()
-# In each forward pass transformers checks whether a row holds several sequences, and Python waits
-# until the GPU has the answer. Here the answer is always no, and None says so.
+# In each forward pass transformers checks whether the positions in a row begin anew, and Python
+# waits until the GPU has the answer. Here they never do, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -63,18 +64,6 @@ FORMATS = {
 }
 # Columns of conversations, which prepare.py turns into rows of tokens.
 CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
-# Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
-# that matches counts.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-}
 
 
 def main(args):
@@ -118,7 +107,10 @@ def main(args):
     # most updates would be rounded away.
     model = load_model(config, weights, args.attn, args.seed)
     run_info = describe_run(model, args.seq_length, device)
-    say(f"{run_info['parameters']:,} parameters, {run_info['attn']}, {args.dtype}, {device}")
+    say(
+        f"{run_info['parameters']:,} parameters, {'pretrained' if weights else 'random'} weights, "
+        f"{run_info['attn']}, {args.dtype}, {device}"
+    )
 
     # The transformer blocks. In transformers they all derive from this class.
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -131,9 +123,7 @@ def main(args):
     # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
     # replace the code for the full ones with slower code for all sizes.
     loss_fn = sum_cross_entropy
-    if args.compile is None:
-        args.compile = device.type == "cuda"
-    if args.compile:
+    if args.compile or (device.type == "cuda" and not args.no_compile):
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
@@ -149,6 +139,7 @@ def main(args):
     # Mixed precision: under autocast, matrix multiplications run in `dtype`, and operations that
     # need more precision, such as the loss, in fp32.
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
+
     model.to(device)
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
@@ -163,8 +154,9 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, fused=True)
 
-    # Learning rate. The scheduler has a function from the step to a factor. We call that function
-    # ourselves, so that a resumed run needs to know the step only, and no state of the scheduler.
+    # Learning rate. The scheduler holds a function that maps a step to a factor of the learning
+    # rate. We call that function ourselves, so that a resumed run needs to know the step only, and
+    # no state of the scheduler.
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
     scheduler = transformers.get_scheduler(
@@ -178,7 +170,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
-    # experiment. All else may change: the hardware, the other flags, and the stage of this course.
+    # experiment. Everything else may change: hardware, other flags, and the stage of this course.
     resumed = {"step": 0}
     if run_dir:
         resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
@@ -231,8 +223,9 @@ def main(args):
         # Log. Reading a value (.item(), .tolist()) waits until the GPU has computed it, so this is
         # done only in the steps that are logged.
         metrics = {}
-        is_saved = run_dir and (step == total_steps or step % args.ckpt_freq == 0)
-        if step == 1 or step % args.log_freq == 0 or step == total_steps or is_saved:
+        is_last_step = step == total_steps
+        is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step)
+        if step == last_step + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
             memory = memory_gb(model, optimizer, device)
             metrics = {
                 "train/loss": step_loss.item() / num_targets.item(),
@@ -248,7 +241,7 @@ def main(args):
         log.lap("log")
 
         # Checkpoint: model and optimizer, and what else is needed to resume.
-        if is_saved:
+        if is_save_step:
             values = {
                 "experiment": experiment,
                 "flags": vars(args),
@@ -258,7 +251,7 @@ def main(args):
             save_checkpoint(run_dir, step, model, optimizer, values, args.keep_checkpoints)
 
         # Evaluate on text that the model was not trained on.
-        if args.eval_freq and step % args.eval_freq == 0 and step < total_steps:
+        if args.eval_freq and step % args.eval_freq == 0 and not is_last_step:
             with autocast():
                 metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn)
             log.step(step, metrics)
@@ -318,9 +311,9 @@ def sum_cross_entropy(logits, targets):
 
 
 def check_finite(step, metrics, scaler):
-    """Ends the run if loss or gradient is not a number: a checkpoint would replace a good one."""
+    """Ends the run if loss or gradient is not finite: its checkpoints would replace good ones."""
     loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
-    # In fp16 the scaler finds such gradients, and leaves out the update.
+    # In fp16 the scaler finds such gradients, and skips the update.
     if not math.isfinite(loss if scaler.is_enabled() else loss + grad_norm):
         fail(f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a lower --lr")
 
@@ -342,7 +335,7 @@ def evaluate(model, data, batch_size, device, loss_fn):
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def sample(model, tokens, start, device):
-    """Replaces tokens[start:], of shape (T,), by tokens sampled from the model."""
+    """Returns a copy of `tokens`, (T,), with tokens[start:] sampled from the model."""
     tokens = tokens[None].to(device, copy=True)
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
@@ -381,7 +374,7 @@ def load_config(name, from_scratch):
     config = transformers.AutoConfig.from_pretrained(name)
     config = config.get_text_config()  # the language part of a multimodal model
     config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
-    # Random numbers, as for dropout, would depend on how a batch is split.
+    # No dropout: its random numbers would depend on how a batch is split.
     for key, value in vars(config).items():
         if value and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
@@ -393,17 +386,27 @@ def load_config(name, from_scratch):
 
 
 def load_tokenizer(model_name, dataset_name):
-    """The tokenizer with which prepare.py has made the data, else that of the model."""
-    if Path(dataset_name, "tokenizer").exists():
-        return transformers.AutoTokenizer.from_pretrained(f"{dataset_name}/tokenizer")
+    """The tokenizer of the model, or that of prepare.py, which may have added a chat template."""
     files = files_in(model_name)
-    if model_name != "tiny" and (not files or "token" in files or "vocab" in files):
-        return transformers.AutoTokenizer.from_pretrained(model_name)
+    is_config_alone = files and not any(
+        part in files for part in ("token", "vocab", ".safetensors", ".bin")
+    )
+    if model_name == "tiny" or is_config_alone:
+        # One that needs no file: 256 bytes and an end-of-text token, which has number 0.
+        tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[])
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
 
-    # One that needs no file: 256 bytes and an end-of-text token, which has number 0.
-    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    return transformers.GPT2Tokenizer(vocabulary, merges=[])
+    prepared = Path(dataset_name, "tokenizer")
+    if not prepared.exists():
+        return tokenizer
+    tokens = tokenizer.get_vocab().items()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(prepared)
+    if not tokens <= tokenizer.get_vocab().items():
+        fail(f"--dataset-name {dataset_name}: was not prepared for the tokens of {model_name}")
+    return tokenizer
 
 
 def files_in(name):
@@ -483,12 +486,12 @@ def load_files(path):
 def choose_column(args, names):
     """Returns the column to train on: tokens, such as those of prepare.py, or a text."""
     column = args.text_column or ("input_ids" if "input_ids" in names else "text")
-    command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
-    command += ["-d", args.dataset_name, "-o", "prepared"]
-    if args.seq_length:
-        command += ["-s", str(args.seq_length)]
     advice = ""
     if CHAT_COLUMNS & set(names):
+        command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
+        command += ["-d", args.dataset_name, "-o", "prepared"]
+        if args.seq_length:
+            command += ["-s", str(args.seq_length)]
         advice = f"; to train on answers: {shlex.join(command)}, and then -d prepared"
 
     if column not in names:
@@ -578,7 +581,7 @@ def load_model(config, weights, attn, seed):
     """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
     torch.manual_seed(seed)
     options = {
-        "attn_implementation": None if attn == "auto" else attn,  # None: PyTorch's own, mostly
+        "attn_implementation": None if attn == "auto" else attn,  # None: sdpa, if it has that
         "dtype": torch.float32,
     }
     if weights is None:
@@ -588,43 +591,7 @@ def load_model(config, weights, attn, seed):
     )
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
-    return model.train()
-
-
-def describe_run(model, seq_length, device):
-    """What the log says of a run besides its flags."""
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    return {
-        "parameters": model.num_parameters(),
-        "attn": model.config._attn_implementation,
-        "flops_per_token": flops_per_token(model, seq_length),
-        "device_name": device_name,
-        "peak_flops": peak_flops(device_name),
-    }
-
-
-def flops_per_token(model, seq_length):
-    """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
-
-    N is the number of parameters. Embeddings do not count, but for one that is also the output
-    layer. The second term is attention without its causal mask: L layers, H heads of D dimensions,
-    sequences of T tokens.
-    Source: PaLM, arXiv:2204.02311, appendix B."""
-    config = model.config
-    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    embeddings.discard(model.get_output_embeddings().weight)
-    parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
-    heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size / max(heads, 1)
-    return 6 * parameters + 12 * config.num_hidden_layers * heads * head_dim * seq_length
-
-
-def peak_flops(device_name):
-    """Peak FLOP/s of a device, or 0 if it is unknown: then MFU is not logged."""
-    for name, peak in PEAK_FLOPS.items():
-        if name in device_name:
-            return peak
-    return 0
+    return model.train()  # from_pretrained returns it in evaluation mode
 
 
 def parse_args():
@@ -656,8 +623,8 @@ def parse_args():
     add("--from-scratch", help="take the architecture only, not the weights", **switch)
     add("--attn", default="auto", help="a name that transformers knows, auto: PyTorch's own")
     add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
-    compile_help = "torch.compile blocks and loss, None: on a GPU"
-    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+    add("--compile", help="torch.compile blocks and loss, also on a CPU", **switch)
+    add("--no-compile", help="do not compile, not on a GPU either", **switch)
     data_help = "python-docs, dummy, a hub id, a file, or a folder"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
     add("--dataset-subset", help="the configuration of a data set on the hub")
@@ -680,7 +647,7 @@ def parse_args():
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
     args = parser.parse_args()
 
-    # With these, a run would train nothing, or in the wrong direction, and not say so.
+    # Below, a run would train nothing, or, with --max-grad-norm, in the wrong direction.
     above_zero = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "max_grad_norm")
     above_zero += ("log_freq", "ckpt_freq", "keep_checkpoints", "eval_sequences")
     for name in above_zero:

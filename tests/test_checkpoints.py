@@ -208,8 +208,9 @@ QUICK_DAMAGES = [(truncate, FILES[0]), (Path.unlink, FILES[1]), (empty, FILES[2]
 )
 def test_a_checkpoint_that_cannot_be_loaded_is_skipped(damage, file, copy, uninterrupted):
     damage(copy / "a" / "step-00000012" / file)
+    (copy / "a" / "step-00000012.damaged" / "earlier").mkdir(parents=True)
     out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
-    assert f"{copy}/a/step-00000012 is damaged, the one before is used: " in out
+    assert f"{copy}/a/step-00000012 cannot be loaded, the one before is used: " in out
     assert f"resumed from {copy}/a/step-00000009" in out
     assert (copy / "a" / "step-00000012.damaged").is_dir()
     assert (copy / "a" / "step-00000012").is_dir()
@@ -223,8 +224,8 @@ def test_all_ranks_skip_the_same_checkpoints(copy):
     truncate(copy / "a" / "step-00000012" / "__0_0.distcp")
     truncate(copy / "a" / "step-00000009" / ".metadata")
     out = run("03-fsdp", 3, *SAVING, *named(copy)).out
-    assert "step-00000012 is damaged" in out
-    assert "step-00000009 is damaged" in out
+    assert "step-00000012 cannot be loaded" in out
+    assert "step-00000009 cannot be loaded" in out
     assert f"resumed from {copy}/a/step-00000006" in out
 
 
@@ -311,7 +312,7 @@ def test_contents_count_and_not_names(tmp_path):
     other_text = shutil.copytree(text.parent, tmp_path / "moved-data") / "text.txt"
     out = run("01-single-gpu", 1, *flags, "-m", other_model, "-d", other_text, "--max-steps", 4).out
     assert f"--dataset-name {text} → {other_text}" in out
-    assert list(metrics(tmp_path / "a")) == [1, 2, 4]
+    assert list(metrics(tmp_path / "a")) == [1, 2, 3, 4]
 
     write_model(model, rms_norm_eps=0.1)
     refused = run("01-single-gpu", 1, *flags, "-m", model, "-d", text, check=False)
@@ -344,6 +345,10 @@ def test_flags_txt_repeats_the_run(copy, tmp_path, uninterrupted):
     again = ("-e", "b", "--save-dir", tmp_path)
     run("01-single-gpu", 1, f"@{copy}/a/flags.txt", *again)
     assert same_bits(uninterrupted("01-single-gpu", 1), metrics(tmp_path / "b"), range(1, 13))
+    # The file that a run reads is also the one that it writes.
+    for _ in range(2):
+        run("01-single-gpu", 1, f"@{tmp_path}/b/flags.txt")
+    assert "--max-steps=12\n" in (tmp_path / "b" / "flags.txt").read_text()
 
 
 @pytest.mark.law4

@@ -381,6 +381,17 @@ def test_the_model_is_exported_with_its_format(prepared, tmp_path):
     assert list(metrics(tmp_path / "a")) == [1, 2, 3, 4]
 
 
+def test_rows_for_another_tokenizer_are_refused(prepared, tmp_path):
+    """Its token numbers stand for other texts, and are all in the vocabulary."""
+    tokenizer = transformers.GPT2Tokenizer({END: 0, **{chr(97 + i): 1 + i for i in range(26)}}, [])
+    sizes = {"vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    result = run("01-single-gpu", 1, *FEW, "-m", tmp_path, "-d", prepared, check=False)
+    said = f"--dataset-name {prepared}: was not prepared for the tokens of {tmp_path}"
+    assert result.errors == [f"train-llm.py: error: {said}"]
+
+
 def test_text_beside_instructions_is_trained_on_and_said(tmp_path):
     path = write_lines(tmp_path / "alpaca.jsonl", ALPACA)
     result = run("01-single-gpu", 1, *SMALL, "--max-steps", 1, "-d", path)

@@ -35,7 +35,7 @@ from bench_common import (
     torchrun,
     write_model,
 )
-from conftest import ROOT, data_args, load, metrics, mutant
+from conftest import ROOT, load, metrics
 
 ROUNDS = 5
 THREADS = str(os.cpu_count())
@@ -436,7 +436,7 @@ def loading():
 
     The most anonymous memory (not the files, which the system may drop), less what the process had
     when it began. Loading ends when the parameters have their values. The forward pass that checks
-    the model, which takes what any forward pass takes, comes after that."""
+    the model in stage 08, which takes what any forward pass takes, comes after that."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder, "model"), **GIGABYTE)
@@ -788,54 +788,6 @@ LEVERS = [
 ]
 
 
-SPIN = 'os.environ.setdefault("GOMP_SPINCOUNT", "10000")\n'
-
-
-def waiting():
-    """How long a waiting thread keeps its core busy: as stage 01 sets it, the default of OpenMP,
-    and not at all (PASSIVE). On a quiet machine, and beside programs that use all its cores."""
-    MODELS["tiny, 0.7 M, 20 steps"] = (TINY, 256, 8, 16, 20, 5)
-    MODELS["tiny, 0.7 M, 7 steps"] = (TINY, 256, 8, 8, 7, 3)
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        default = mutant(Path(folder, "default"), STAGE_01, (SPIN, ""))
-
-        def run(how, path, **more):
-            with tempfile.TemporaryDirectory() as save_dir:
-                command = [sys.executable, str(path), *flags_of(how, "run", save_dir)]
-                variables = environment(OMP_NUM_THREADS=THREADS, **more)
-                subprocess.run(command, env=variables, check=True, capture_output=True)
-                return result_of(how, Path(save_dir, "run"))
-
-        settings = [("tiny, 0.7 M, 20 steps", 0, 7), ("Llama, 25 M", 0, 3)]
-        settings += [("tiny, 0.7 M, 7 steps", os.cpu_count(), 3)]
-        for name, programs, rounds in settings:
-            how = setting(folder, name)
-            contenders = {
-                "stage 01": partial(run, how, ROOT / STAGE_01 / "train-llm.py"),
-                "default": partial(run, how, default),
-                "PASSIVE": partial(run, how, default, OMP_WAIT_POLICY="PASSIVE"),
-            }
-            loops = [
-                subprocess.Popen([sys.executable, "-c", "while True: pass"])
-                for _ in range(programs)
-            ]
-            try:
-                results = in_turn(contenders, rounds)
-            finally:
-                for loop in loops:
-                    loop.kill()
-                    loop.wait()
-            machine = f"{programs} programs that use a core each" if programs else "nothing"
-            row = [name, machine, *(rate(results, contender) for contender in contenders)]
-            for contender in ("stage 01", "PASSIVE"):
-                row.append(" from ".join(ratios(results, contender, "default")))
-            rows.append(row)
-    head = ["model", "what else runs", *(f"tokens/s, {contender}" for contender in contenders)]
-    head += ["stage 01 / default, median", "PASSIVE / default, median"]
-    report("waiting", head, rows)
-
-
 def checking():
     """What it costs to look at every token before the first step, against the tokenizing."""
     stage = load(STAGE_01)
@@ -844,11 +796,11 @@ def checking():
     for seq_length in (64, 256, 1024):
         tokenizing, looking = [], []
         for _ in range(5):
-            args = data_args("", seq_length)
+            tokenizer = stage.load_tokenizer("tiny", "")
             start = time.perf_counter()
-            sequences = stage.pack(documents, ("text",), stage.byte_tokenizer(), args)
+            sequences = stage.pack(documents, "text", tokenizer, seq_length)
             middle = time.perf_counter()
-            stage.checksum_of_tokens(sequences, seq_length, 384)
+            stage.check_tokens(sequences, seq_length, 384, 0)
             tokenizing.append(middle - start)
             looking.append(time.perf_counter() - middle)
         shares = [look / tokenize for look, tokenize in zip(looking, tokenizing, strict=True)]

@@ -28,7 +28,7 @@ Timings are ratios within one command on one machine, contenders in turn.
     link        time of a step on links of 50, 200 and 1000 Mbit/s
     encode      speed of encoding and decoding against that of a copy
     scale       memory, traffic and time of large models, on paper
-    picture     losses, speed, memory and bytes of all stages side by side
+    picture     losses, speed, memory and bytes of stages 01 to 05 side by side
     all         all of the above, two hours
     loss        final loss of each way to compress gradients, two hours
     tabulate    the tables and the plot of what `loss` has measured so far
@@ -69,8 +69,12 @@ def worker(stage, patches, flags):
         PATCHES[name](module, value)
     sys.argv = [str(ROOT / stage / "train-llm.py"), *flags]
     module.main(module.parse_args())
-    if stage != STAGE_01:
+    if hasattr(module, "shut_down"):
         module.shut_down()
+    elif stage != STAGE_01:
+        module.dist.barrier()
+        module.time.sleep(0.2)
+        module.dist.destroy_process_group()
 
 
 def everything():
@@ -101,7 +105,6 @@ COMMANDS = {
     "timers": bench_speed.timers,
     "checkpoint": bench_speed.checkpoint,
     "recovery": bench_speed.recovery,
-    "waiting": bench_speed.waiting,
     "checking": bench_speed.checking,
     "levers": bench_speed.levers,
     "wire": bench_compression.wire,

@@ -434,47 +434,47 @@ def band(canvas, x, y, width, kind, color):
 def meta_device():
     """How the parameters of a large model come to the ranks: shapes, shards, values."""
     left, pitch, row, top, file_row = 364, 120, 76, 40, 62
-    # Kinds of band that a rank has of its own rows and of the others.
+    # Kinds of band that a rank has of its own rows and of the others: rank 0, then the other ranks.
+    meta, empty, values = ("meta", None), ("memory", None), ("values", None)
+    gathered = ("values", "gathered")
     steps = [
-        ('torch.device("meta")', ["the whole shape, no memory"], "meta", "meta"),
-        ("fully_shard", ["only the rows of this rank, still no memory"], "meta", None),
         (
-            "to_empty",
-            [
-                "memory for the shard, without values",
-                "(with a file, reading does 3 and 4 at once)",
-            ],
-            "memory",
-            None,
+            "load_model",
+            ["rank 0: the values, in CPU memory;", "the others: shapes, on the meta device"],
+            ("values", "values"),
+            ("meta", "meta"),
         ),
+        ("fully_shard", ["only the rows of this rank are left"], values, meta),
+        ("to_empty", ["the others: memory for the shard,", "without values"], values, empty),
         (
-            "values",
-            ["each rank reads its rows of the file", "(random weights: rank 0 sends them)"],
-            "values",
-            None,
+            "set_model_state_dict",
+            ["rank 0 sends each rank its rows of", "the matrix that it has loaded"],
+            values,
+            values,
         ),
         (
             "all-gather",
             ["before the forward pass of a block:", "complete for a moment, in bf16"],
-            "values",
-            "gathered",
+            gathered,
+            gathered,
         ),
-        ("free", ["after it: the shard is left"], "values", None),
+        ("free", ["after it: the shard is left"], values, values),
     ]
     canvas = Drawing(top + 6 * row + file_row + 20, label="From the meta device to shards")
     for rank in RANKS:
         middle = left + rank * pitch + TENSOR_WIDTH / 2
         canvas.text(middle, 18, f"rank {rank}", "text title", "middle")
     y = top
-    for number, (name, texts, own, other) in enumerate(steps):
-        if name == "values":
-            safetensors_file(canvas, left, y, pitch)
+    for number, (name, texts, first, others) in enumerate(steps):
+        if name == "set_model_state_dict":
+            whole_matrix(canvas, left, y, pitch)
             y += file_row
         canvas.text(2, y + 14, number + 1, "text title")
-        style = "text title" if name in ("values", "all-gather", "free") else "text code"
+        style = "text title" if name in ("all-gather", "free") else "text code"
         canvas.text(24, y + 14, name, style)
         canvas.lines(24, y + 33, texts)
         for rank in RANKS:
+            own, other = others if rank else first
             kinds = [own if part == rank else other for part in RANKS]
             tensor(canvas, left + rank * pitch, y, kinds)
         y += row
@@ -486,9 +486,9 @@ def meta_device():
     return canvas
 
 
-def safetensors_file(canvas, left, y, pitch):
-    """A file with the rows of all ranks. An arrow leads from the rows of a rank to its shard."""
-    canvas.text(24, y + 18, "a matrix in model.safetensors", "text small")
+def whole_matrix(canvas, left, y, pitch):
+    """What rank 0 has loaded. An arrow leads from the rows of a rank to its shard."""
+    canvas.text(24, y + 18, "full_weights, on the CPU of rank 0", "text small")
     width = (3 * pitch + TENSOR_WIDTH) / 4
     for rank in RANKS:
         text = f"rows of rank {rank}"

@@ -42,14 +42,17 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
 CPU = torch.device("cpu")
+# What a checkpoint holds besides tensors, where nothing depends on it.
+VALUES = {"flags": {}, "experiment": {}}
 
 
 @cache
 def tiny():
     """Stage 01 as a module, the config of its tiny model, and its data in sequences of 64 bytes."""
     stage = load("01-single-gpu")
-    config, tokenizer, _ = stage.load_config("tiny", False)
-    train, held_out = stage.load_data(data_args("python-docs", 64), tokenizer)
+    config, _ = stage.load_config("tiny", False)
+    args = data_args("python-docs", 64)
+    train, held_out = stage.load_data(args, config, stage.load_tokenizer("tiny", ""))
     return stage, config, train, held_out.select(range(64))
 
 
@@ -337,7 +340,7 @@ def optimizer_restored():
         run_dir.mkdir()
         states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         dcp.save(states, checkpoint_id=raw)
-        stage.save_checkpoint(run_dir, 60, model, optimizer, {"flags": {}}, 1)
+        stage.save_checkpoint(run_dir, 60, model, optimizer, VALUES, 1)
         rows = []
         for way in ("no stop", "`dcp.load` into `optimizer.state_dict()`", "this course"):
             if way != "no stop":
@@ -349,7 +352,7 @@ def optimizer_restored():
                 model.load_state_dict(states["model"])
                 optimizer.load_state_dict(states["optimizer"])
             if way == "this course":
-                stage.load_checkpoint(run_dir, model, optimizer)
+                stage.load_checkpoint(run_dir, model, optimizer, {}, {})
             moments = [state["exp_avg"].norm() for state in optimizer.state.values()]
             norm = torch.tensor(moments).norm().item()
             losses = fit(model, optimizer, 60, 10)
@@ -383,7 +386,7 @@ def save_and_die(way, path, states, model, optimizer, share, size, strike):
                 torch.save(states, path / "checkpoint.tmp")
                 os.replace(path / "checkpoint.tmp", path / "checkpoint.pt")
             if way == "course":
-                load("01-single-gpu").save_checkpoint(path, 2, model, optimizer, {"flags": {}}, 2)
+                load("01-single-gpu").save_checkpoint(path, 2, model, optimizer, VALUES, 2)
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
     died = signal.SIGKILL if strike else signal.SIGXFSZ
@@ -420,7 +423,7 @@ def kill_during_save():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             if way == "course":
-                stage.save_checkpoint(path, 1, model, optimizer, {"flags": {}}, 2)
+                stage.save_checkpoint(path, 1, model, optimizer, VALUES, 2)
             elif way == "dcp in place":
                 dcp.save(states, checkpoint_id=path / "checkpoint")
             else:
@@ -434,7 +437,7 @@ def kill_during_save():
             found = {"model": other.state_dict(), "moments": moments.state_dict()["state"]}
             try:
                 if way == "course":
-                    intact = stage.load_checkpoint(path, other, moments)["step"] == 1
+                    intact = stage.load_checkpoint(path, other, moments, {}, {})["step"] == 1
                     found["moments"] = moments.state_dict()["state"]
                 elif way == "dcp in place":
                     intact = dcp.load(found, checkpoint_id=path / "checkpoint") is None
@@ -577,7 +580,7 @@ def on_two_ranks(function):
 def shards(rank):
     """One of two ranks, which initialise the tiny model in shards in three ways."""
     stage = load("03-fsdp")
-    config, _, _ = stage.load_config("tiny", False)
+    config, _ = stage.load_config("tiny", False)
     right = stage.load_model(config, None, "auto", 0)
     results = {}
     for way in ("same", "own", "dealt"):
@@ -588,7 +591,7 @@ def shards(rank):
         model.to_empty(device="cpu")
         torch.manual_seed(rank if way == "own" else 0)
         if way == "dealt":
-            stage.fill_from_rank_0(model, right if rank == 0 else None, CPU)
+            stage.send_weights(model, right.state_dict(), CPU, False)
         else:
             model.init_weights()
         equal = 0

@@ -109,6 +109,8 @@ def inputs(tmp_path_factory):
     weights = folder / "other-weights" / "model.safetensors"
     save_file({"something.else": torch.zeros(2)}, weights, metadata={"format": "pt"})
     LLAMA.save_pretrained(folder / "half-a-download")
+    for name in ("other-weights", "half-a-download"):
+        load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder / name)
     (folder / "half-a-download" / "model.safetensors").write_bytes(weights.read_bytes()[:-4])
     return folder
 

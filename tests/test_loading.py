@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import STAGES, assert_same_curve, metrics, run
+from conftest import STAGES, assert_same_curve, load, metrics, run
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -64,6 +64,7 @@ def saved(tmp_path_factory):
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, std=0.05)
             model.to(torch.bfloat16).save_pretrained(root / name, max_shard_size="50KB")
+            load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(root / name)
             assert (root / name / "model.safetensors.index.json").exists()
         return root / name
 
@@ -121,6 +122,7 @@ def test_weights_in_a_pickle(saved, tmp_path, curve):
     model = AutoModelForCausalLM.from_pretrained(saved("gpt2"))
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder)
     flags = (*ONE_STEP, "--max-steps", "3", "-m")
     assert_same_curve(
         curve("01-single-gpu", 1, *flags, saved("gpt2")),

@@ -105,7 +105,9 @@ SIZES |= {"num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 0}
 def test_flops_per_token_are_those_that_pytorch_counts(kind, more, length):
     """mfu divides by them. Counted: matrix products of forward and backward. The formula has the
     norms' weights and biases beside, less than half a percent here."""
-    stage = load("01-single-gpu")
+    load("01-single-gpu")
+    import logs_and_checkpoints as module
+
     config = transformers.AutoConfig.for_model(kind, **SIZES | more)
     # eager: its attention is two matrix products, which the counter knows on any device.
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -113,7 +115,7 @@ def test_flops_per_token_are_those_that_pytorch_counts(kind, more, length):
         ids = torch.zeros(2, length, dtype=torch.long)
         model(input_ids=ids, use_cache=False).logits.sum().backward()
     counted = counter.get_total_flops() / (2 * length)
-    said = stage.flops_per_token(model, length)
+    said = module.flops_per_token(model, length)
     assert counted == pytest.approx(said, rel=5e-3)
 
 

@@ -56,6 +56,12 @@ def tiny():
     return stage, config, train, held_out.select(range(64))
 
 
+def eval_loss(model):
+    """The loss of the 64 sequences that are held out."""
+    stage, _, _, held_out = tiny()
+    return stage.evaluate(model, held_out, 64, CPU, stage.sum_cross_entropy)["eval/loss"]
+
+
 def loss_sum(model, ids, targets):
     stage, _, _, _ = tiny()
     return stage.loss_sum(model, ids, targets, stage.sum_cross_entropy)
@@ -154,7 +160,7 @@ def bf16_parameters():
     stage, config, _, held_out = tiny()
     warm = stage.load_model(config, None, "auto", 0)
     fit(warm, adamw(warm), 0, 60)
-    before = stage.evaluate(warm, held_out, 64, CPU, stage.sum_cross_entropy)["eval/loss"]
+    before = eval_loss(warm)
     rows = []
     for lr in (1e-3, 1e-4, 3e-5, 1e-5):
         unchanged, gains = [], []
@@ -171,10 +177,7 @@ def bf16_parameters():
             unchanged.append(100 * (old == new).float().mean().item())
             plain = stage.load_model(config, None, "auto", 0)
             plain.load_state_dict(model.state_dict())
-            gains.append(
-                before
-                - stage.evaluate(plain, held_out, 64, CPU, stage.sum_cross_entropy)["eval/loss"]
-            )
+            gains.append(before - eval_loss(plain))
         rows.append([f"{lr:.0e}", *(f"{u:.0f} %" for u in unchanged), *(f"{g:.3f}" for g in gains)])
     head = ["learning rate", "weights that a step leaves as they were, bf16 parameters"]
     head += ["the same, fp32 parameters", "loss falls in 40 steps by, bf16 parameters"]
@@ -240,17 +243,9 @@ def initialisation():
             if name == "Llama":
                 same = torch.equal(model.model.rotary_emb.inv_freq, right.model.rotary_emb.inv_freq)
                 frequencies = "right" if same else "wrong"
-            row += [
-                frequencies,
-                f"{stage.evaluate(model, held_out, 64, CPU, stage.sum_cross_entropy)['eval/loss']:.2f}",
-            ]
+            row += [frequencies, f"{eval_loss(model):.2f}"]
             fit(model, adamw(model), 0, 30)
-            rows.append(
-                [
-                    *row,
-                    f"{stage.evaluate(model, held_out, 64, CPU, stage.sum_cross_entropy)['eval/loss']:.2f}",
-                ]
-            )
+            rows.append([*row, f"{eval_loss(model):.2f}"])
     head = ["model", "initialisation", "std of embeddings", "std of a linear weight"]
     return [*head, "mean of a norm's weight", "inv_freq", "loss", "after 30 steps"], rows
 

@@ -461,7 +461,9 @@ def save_final_model(run_dir, model, tokenizer, dtype):
         # Tied weights have two names, such as those of the embeddings and of the output layer.
         for name in model.all_tied_weights_keys:
             weights.pop(name, None)
-        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        for name, tensor in weights.items():
+            if tensor.is_floating_point():
+                weights[name] = tensor.to(dtype)
         model.save_pretrained(temporary, state_dict=weights)
         model.config.dtype = dtype  # save_pretrained has written that of the model in training
         model.config.save_pretrained(temporary)

@@ -153,6 +153,6 @@ def test_two_clones_do_not_mix(tmp_path):
             text + f"\nprint('clone {name}')\n"
         )
     path = tmp_path / "two" / "01-single-gpu" / "train-llm.py"
-    result = finish(start(path, None, "--lr", "0", PYTHONPATH=str(tmp_path / "one")))
+    result = finish(start(path, None, "--max-steps", "-1", PYTHONPATH=str(tmp_path / "one")))
     assert "clone two" in result.out
     assert "clone one" not in result.out

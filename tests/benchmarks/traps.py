@@ -157,7 +157,7 @@ def bf16_parameters():
     A step is about as large as the learning rate. bf16 has 8 significant bits, so what is below
     1/512 of a weight rounds to nothing. Sources: AReaL#1292, arXiv:2010.06192. Both columns compute
     the forward and backward in bf16; the second does so by autocast, as stage 01."""
-    stage, config, _, held_out = tiny()
+    stage, config, _, _ = tiny()
     warm = stage.load_model(config, None, "auto", 0)
     fit(warm, adamw(warm), 0, 60)
     before = eval_loss(warm)
@@ -194,7 +194,7 @@ def initialisation():
     proves nothing. inv_freq stands in no state dict, so it is wrong after a load of weights too. In
     transformers 5 the truth is in `init_weights()`. Sources: transformers#42309,
     torchtitan#3775."""
-    stage, llama, _, held_out = tiny()
+    stage, llama, _, _ = tiny()
     sizes = {"vocab_size": 384, "n_positions": 256, "n_embd": 128, "n_layer": 3, "n_head": 4}
     gpt2 = transformers.GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     rows = []

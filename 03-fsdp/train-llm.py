@@ -87,6 +87,8 @@ def main(args):
     device = torch.device(args.device)
     args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
+    if args.cpu_offload and args.dtype == "fp16":
+        fail("--cpu-offload: gradients there are not scaled right in fp16, use --dtype bf16")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         lock_run_dir(run_dir)

@@ -165,6 +165,13 @@ def test_one_line_of_all_ranks(flags, inputs):
     assert line.startswith(f"train-llm.py: error: {OURS[flags]}")
 
 
+def test_cpu_offload_in_fp16_is_refused():
+    """GradScaler copies its scale to the CPU without waiting for the copy: a wrong one would do."""
+    result = run("03-fsdp", 2, "--cpu-offload", "--dtype", "fp16", check=False)
+    [line] = result.errors
+    assert line.startswith("train-llm.py: error: --cpu-offload: ")
+
+
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_stages_that_need_torchrun_say_so(stage):
     result = finish(fork(ROOT / stage / "train-llm.py", None))

@@ -25,5 +25,5 @@ weight = model.module.weight
 print(f"rank {rank}: weight {weight.item()}, loss {loss.item()}, gradient {weight.grad.item()}")
 
 dist.barrier()
-time.sleep(0.2)  # Gloo's threads end before the process does: see `shut_down` in the script
+time.sleep(0.2)  # so that threads of Gloo end before the process does
 dist.destroy_process_group()

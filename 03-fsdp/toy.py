@@ -39,5 +39,5 @@ shard -= 0.1 * grad_shard  # the optimizer step, without communication
 print(f"rank {rank} stores {[round(value, 4) for value in shard.tolist()]} after the step")
 
 dist.barrier()
-time.sleep(0.2)  # Gloo's threads end before the process does: see `shut_down` in the script
+time.sleep(0.2)  # so that threads of Gloo end before the process does
 dist.destroy_process_group()

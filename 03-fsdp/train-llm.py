@@ -88,7 +88,7 @@ def main(args):
     args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
     if args.cpu_offload and args.dtype == "fp16":
-        fail("--cpu-offload: gradients there are not scaled right in fp16, use --dtype bf16")
+        fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         lock_run_dir(run_dir)

@@ -399,7 +399,7 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
     for folder in folders:
         try:
             values = json.loads((folder / "state.json").read_text())
-            check_same(experiment, values["experiment"], f"the run in {run_dir}")
+            check_same(experiment, values["experiment"], f"in the run in {run_dir}")
             dcp.load(tensors, checkpoint_id=folder)
         except (OSError, ValueError, dcp.api.CheckpointException) as error:
             say(f"{folder} cannot be loaded, the one before is used: {error!r:.300}")
@@ -424,7 +424,7 @@ def check_same(experiment, other, where):
     """Ends the run if the experiment, a dict, is not the same as another one, and says why."""
     for name, value in experiment.items():
         if other.get(name) != value:
-            fail(f"{name} is {value}, but {other.get(name)} in {where}")
+            fail(f"{name} is {value}, but {other.get(name)} {where}")
 
 
 def checkpoints(run_dir):

@@ -118,8 +118,8 @@ def main(args):
     # Another machine may have other files under the same name.
     experiments = [None] * dist.get_world_size()
     dist.all_gather_object(experiments, experiment, loading_group)
-    for rank, other in enumerate(experiments):
-        check_same(experiment, other, f"rank {rank}")
+    for number, other in enumerate(experiments):
+        check_same(experiment, other, f"on rank {number}")
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
@@ -189,8 +189,8 @@ def main(args):
     # is full. From here on `model` is the wrapper: a forward pass that went around it would not
     # start the averaging.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # Otherwise each forward pass would send the buffers of rank 0, too. Those of a language model,
-    # such as the frequencies of rotary embeddings, are constants.
+    # Otherwise each step would send the buffers of rank 0, too. Those of a language model, such as
+    # the frequencies of rotary embeddings, are constants.
     model.broadcast_buffers = False
     # torch.compile would cut compiled code into pieces, so that DDP can send a bucket between two
     # of them. Our blocks are such pieces already.

@@ -130,8 +130,8 @@ def main(args):
     # Another machine may have other files under the same name.
     experiments = [None] * dist.get_world_size()
     dist.all_gather_object(experiments, experiment, loading_group)
-    for rank, other in enumerate(experiments):
-        check_same(experiment, other, f"rank {rank}")
+    for number, other in enumerate(experiments):
+        check_same(experiment, other, f"on rank {number}")
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The

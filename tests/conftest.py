@@ -66,6 +66,11 @@ def load(stage):
     return module
 
 
+def save_tokenizer(folder):
+    """The tokenizer of tiny, for a model that is saved with weights: such a model needs its own."""
+    load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder)
+
+
 def data_args(name, seq_length, text_column=None):
     """What `load_data` of a stage needs of the flags."""
     return SimpleNamespace(

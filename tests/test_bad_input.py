@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, STAGES, finish, fork, load, run
+from conftest import ROOT, SMALL, STAGES, finish, fork, load, run, save_tokenizer
 from stages import NEW_BASE
 from transformers import GPT2Config, LlamaConfig, OpenAIGPTConfig, T5Config
 
@@ -110,7 +110,7 @@ def inputs(tmp_path_factory):
     save_file({"something.else": torch.zeros(2)}, weights, metadata={"format": "pt"})
     LLAMA.save_pretrained(folder / "half-a-download")
     for name in ("other-weights", "half-a-download"):
-        load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder / name)
+        save_tokenizer(folder / name)
     (folder / "half-a-download" / "model.safetensors").write_bytes(weights.read_bytes()[:-4])
     return folder
 

@@ -338,7 +338,7 @@ def test_ranks_with_other_files_are_told_apart(stage, tmp_path):
     assert result.returncode != 0
     [line] = result.errors
     assert line.startswith("train-llm.py: error: --dataset-name (CRC-32 of its tokens) is ")
-    assert line.endswith(" in rank 1")
+    assert line.endswith(" on rank 1")
 
 
 def test_flags_txt_repeats_the_run(copy, tmp_path, uninterrupted):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import STAGES, assert_same_curve, load, metrics, run
+from conftest import STAGES, assert_same_curve, metrics, run, save_tokenizer
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -64,7 +64,7 @@ def saved(tmp_path_factory):
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, std=0.05)
             model.to(torch.bfloat16).save_pretrained(root / name, max_shard_size="50KB")
-            load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(root / name)
+            save_tokenizer(root / name)
             assert (root / name / "model.safetensors.index.json").exists()
         return root / name
 
@@ -122,7 +122,7 @@ def test_weights_in_a_pickle(saved, tmp_path, curve):
     model = AutoModelForCausalLM.from_pretrained(saved("gpt2"))
     model.config.save_pretrained(folder)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder)
+    save_tokenizer(folder)
     flags = (*ONE_STEP, "--max-steps", "3", "-m")
     assert_same_curve(
         curve("01-single-gpu", 1, *flags, saved("gpt2")),
@@ -148,8 +148,8 @@ def test_weights_that_are_missing_are_named(stage, saved, tmp_path):
     result = run(stage, 2, *ONE_STEP, "-b", 1, "-m", folder, check=False)
     assert result.returncode != 0
     assert len(result.errors) == 1
-    assert f"--model-name {folder}: it lacks weights for ['model.layers." in result.errors[0]
-    assert lost_weights & {result.errors[0].split()[-1]}
+    assert f"--model-name {folder}: it lacks weights for " in result.errors[0]
+    assert any(name in result.errors[0] for name in lost_weights)
 
 
 @pytest.mark.slow

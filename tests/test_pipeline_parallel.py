@@ -20,6 +20,7 @@ from conftest import (
     mutant,
     run,
     same_bits,
+    save_tokenizer,
 )
 from transformers import AutoModelForCausalLM
 
@@ -402,6 +403,7 @@ def test_pretrained_weights_are_read_by_the_pipeline_stage_that_has_them(curve, 
     config = config_of("qwen3", vocab_size=385, tie_word_embeddings=tied)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
+    save_tokenizer(tmp_path / "m")
     one = curve("01-single-gpu", 1, *FEW, "-m", tmp_path / "m")
     split = curve(STAGE, 4, *FEW, "-m", tmp_path / "m", "--stages", 2)
     assert_same_curve(one, split, range(1, 4))

@@ -15,6 +15,7 @@ from conftest import (
     metrics,
     mutant,
     run,
+    save_tokenizer,
 )
 from transformers import AutoModelForCausalLM
 
@@ -461,6 +462,7 @@ def test_pretrained_weights_are_read_in_parts(curve, tmp_path):
     )
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")
+    save_tokenizer(tmp_path / "m")
     one = curve("01-single-gpu", 1, *FEW, "-m", tmp_path / "m")
     split = curve(STAGE, 4, *FEW, "-m", tmp_path / "m", "--tensor-size", 2)
     assert_same_curve(one, split, range(1, 4))

@@ -360,8 +360,7 @@ def save_checkpoint(run_dir, step, model, optimizer, values, keep):
     try:
         dcp.save(checkpoint_tensors(model, optimizer), checkpoint_id=temporary)
     except dcp.api.CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))  # of the first rank that failed
-        fail(f"--save-dir {run_dir}: {folder.name} was not saved: {cause}")
+        fail(f"--save-dir {run_dir}: {folder.name} was not saved: {cause_of(error)}")
     if RANK == 0:  # all ranks have written their files, and these are on the disk
         state = temporary / "state.json"
         state.write_text(json.dumps({**values, "step": step}))
@@ -402,7 +401,7 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
             check_same(experiment, values["experiment"], f"in the run in {run_dir}")
             dcp.load(tensors, checkpoint_id=folder)
         except (OSError, ValueError, dcp.api.CheckpointException) as error:
-            say(f"{folder} cannot be loaded, the one before is used: {error!r:.300}")
+            say(f"{folder} cannot be loaded, the one before is used: {cause_of(error)!r}")
             continue
         if RANK == 0:
             for damaged in folders[: folders.index(folder)]:
@@ -418,6 +417,13 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
                 say(f"--{name.replace('_', '-')} {values['flags'][name]} → {value}")
         return values
     fail(f"no checkpoint in {run_dir} can be loaded")
+
+
+def cause_of(error):
+    """What went wrong on the first rank that failed, if the error is one of DCP's."""
+    for cause, _ in getattr(error, "failures", {}).values():
+        return cause
+    return error
 
 
 def check_same(experiment, other, where):

@@ -98,7 +98,7 @@ def test_ddp_does_not_cut_a_block_into_pieces(tmp_path):
     """PyTorch would cut it where a bucket of gradients is full, here of 1 MB."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
     LlamaConfig(**{**SIZES, **sizes}).save_pretrained(tmp_path / "m")
-    small = ("gradient_as_bucket_view=True, ", "gradient_as_bucket_view=True, bucket_cap_mb=1, ")
+    small = ("gradient_as_bucket_view=True)", "gradient_as_bucket_view=True, bucket_cap_mb=1)")
     few = ("-s", "16", "--global-batch-size", "4", "--max-steps", "2", "--eval-sequences", "2")
     numbers = []
     for name, edits in (("ours", [small]), ("cut", [small, (WHOLE, "")])):

@@ -199,7 +199,7 @@ COUNT_GATHERS = """    calls = []
     setattr(dist, name, counted)
 """
 EVERY = {
-    "02-ddp": ("model.require_backward_grad_sync = is_last  # what", "pass  # what"),
+    "02-ddp": ("model.require_backward_grad_sync = is_last", "pass"),
     "03-fsdp": ("model.set_requires_gradient_sync(is_last)", "pass"),
 }
 EVERY["04-compression"] = ("compressor.is_last = is_last", "compressor.is_last = True")

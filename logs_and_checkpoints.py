@@ -335,7 +335,7 @@ class RunLog:
         self.bar.close()
         if self.run_dir:
             self.board.close()
-            say(f"the run, with its final model: {self.run_dir}")
+            say(f"the run: {self.run_dir}")
         else:
             say("nothing was kept: with -e NAME a run is saved, and the same command resumes it")
         if self.comet:
@@ -355,20 +355,35 @@ def save_checkpoint(run_dir, step, model, optimizer, values, keep):
     """Saves model, optimizer and the dict `values`, and keeps the newest `keep` checkpoints.
 
     If that fails, because the disk is full for example, earlier checkpoints stay as they are."""
-    folder = run_dir / f"step-{step:08d}"
-    temporary = folder.with_suffix(".tmp")
+    writer = CheckpointWriter(run_dir, step, values, keep)
     try:
-        dcp.save(checkpoint_tensors(model, optimizer), checkpoint_id=temporary)
+        dcp.save(checkpoint_tensors(model, optimizer), storage_writer=writer)
     except dcp.api.CheckpointException as error:
-        fail(f"--save-dir {run_dir}: {folder.name} was not saved: {cause_of(error)}")
-    if RANK == 0:  # all ranks have written their files, and these are on the disk
-        state = temporary / "state.json"
-        state.write_text(json.dumps({**values, "step": step}))
+        fail(f"--save-dir {run_dir}: step {step} was not saved: {cause_of(error)}")
+
+
+class CheckpointWriter(dcp.FileSystemWriter):
+    """Writes the files of a checkpoint, and then completes it: see `save_checkpoint`."""
+
+    def __init__(self, run_dir, step, values, keep):
+        self.folder = run_dir / f"step-{step:08d}"
+        self.temporary = self.folder.with_suffix(".tmp")
+        self.values = {**values, "step": step}
+        self.keep = keep
+        # Tensors are copied from the GPU one by one, without a CUDA stream. So this may also happen
+        # in a thread, whose streams would belong to GPU 0.
+        super().__init__(self.temporary, per_thread_copy_ahead=0)
+
+    def finish(self, metadata, results):
+        """DCP calls this on rank 0, when all ranks have written their files to the disk."""
+        super().finish(metadata, results)
+        state = self.temporary / "state.json"
+        state.write_text(json.dumps(self.values))
         flush(state)
-        flush(temporary)
-        temporary.rename(folder)
-        flush(run_dir)
-        for old in checkpoints(run_dir)[keep:]:
+        flush(self.temporary)
+        self.temporary.rename(self.folder)
+        flush(self.folder.parent)
+        for old in checkpoints(self.folder.parent)[self.keep :]:
             shutil.rmtree(old.rename(old.with_suffix(".tmp")))
 
 

@@ -195,7 +195,7 @@ def main(args):
         num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
         log.lap("data")
 
-        # Forward and backward. The gradients of all micro-batches add up in `.grad`.
+        # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for input_ids, targets in micro_batches:
             with autocast():

@@ -101,10 +101,6 @@ def main(args):
     # wait for that in a process group of its own, with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
-    # The ranks that share the work of a global batch. Here these are all ranks.
-    data_group = dist.group.WORLD
-    num_shares = dist.get_world_size(data_group)
-
     # Data: sequences of one length, cut from the documents.
     config, weights = load_config(args.model_name, args.from_scratch)
     tokenizer = load_tokenizer(args.model_name, args.dataset_name)
@@ -115,12 +111,17 @@ def main(args):
     if LOCAL_RANK == 0:
         dist.barrier(loading_group)
     experiment = check_data(args, config, train_data, eval_data)
-    # Another machine may have other files under the same name.
-    experiments = [None] * dist.get_world_size()
-    dist.all_gather_object(experiments, experiment, loading_group)
-    for number, other in enumerate(experiments):
-        check_same(experiment, other, f"on rank {number}")
+    # Another machine may have other files under the same name, or other flags.
+    flags_and_contents = {**vars(args), **experiment}
+    of_all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
+    for number, other in enumerate(of_all_ranks):
+        check_same(flags_and_contents, other, f"on rank {number}")
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
+
+    # The ranks that share the work of a global batch. Here these are all ranks.
+    data_group = dist.group.WORLD
+    num_shares = dist.get_world_size(data_group)
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
@@ -250,7 +251,7 @@ def main(args):
         num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
         log.lap("data")
 
-        # Forward and backward. The gradients of all micro-batches add up in `.grad`.
+        # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
             # It is enough to average the gradients once per step, in the backward pass of the last

@@ -113,10 +113,6 @@ def main(args):
     # wait for that in a process group of its own, with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
 
-    # The ranks that share the work of a global batch. Here these are all ranks.
-    data_group = dist.group.WORLD
-    num_shares = dist.get_world_size(data_group)
-
     # Data: sequences of one length, cut from the documents.
     config, weights = load_config(args.model_name, args.from_scratch)
     tokenizer = load_tokenizer(args.model_name, args.dataset_name)
@@ -127,12 +123,17 @@ def main(args):
     if LOCAL_RANK == 0:
         dist.barrier(loading_group)
     experiment = check_data(args, config, train_data, eval_data)
-    # Another machine may have other files under the same name.
-    experiments = [None] * dist.get_world_size()
-    dist.all_gather_object(experiments, experiment, loading_group)
-    for number, other in enumerate(experiments):
-        check_same(experiment, other, f"on rank {number}")
+    # Another machine may have other files under the same name, or other flags.
+    flags_and_contents = {**vars(args), **experiment}
+    of_all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
+    for number, other in enumerate(of_all_ranks):
+        check_same(flags_and_contents, other, f"on rank {number}")
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
+
+    # The ranks that share the work of a global batch. Here these are all ranks.
+    data_group = dist.group.WORLD
+    num_shares = dist.get_world_size(data_group)
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
@@ -196,16 +197,17 @@ def main(args):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, **options)
 
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # the ranks, in one line
+
     # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
     # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
     # them again for its backward pass. Then it averages the gradients of the block over the ranks,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
     # gradients of a few blocks at a time. What is in no block, the embeddings and the last norm,
     # belongs to the model itself, the root module, which is therefore the last one in the loop.
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # the ranks, in one line
-
+    #
     # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
-    # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
+    # gradients are averaged in fp32. The loss is computed in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
     for module in [*blocks, model]:
@@ -269,7 +271,7 @@ def main(args):
         num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
         log.lap("data")
 
-        # Forward and backward. The gradients of all micro-batches add up in `.grad`.
+        # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
             # By default each backward pass averages, so a rank keeps only gradients of its shards.

@@ -1,33 +1,40 @@
-"""Round eight gradient values to int8 and int4, and average those of two replicas."""
+"""Compress a smooth chunk and a gradient, by half of a DCT and by int8; average two replicas."""
 
 import torch
 
 
-def encode(values, largest):
-    scale = values.abs().max() / largest
-    return (values / scale).round().to(torch.int8), scale
+def half_of_spectrum(chunk):
+    """Describes a chunk by cosines, drops the upper half of their frequencies, and decodes."""
+    n = torch.arange(len(chunk))
+    basis = (2 / len(chunk)) ** 0.5 * torch.cos(torch.pi / len(chunk) * (n + 0.5) * n[:, None])
+    basis[0] /= 2**0.5
+    basis = basis[: len(chunk) // 2]
+    return basis.T @ (basis @ chunk)
 
 
-def decode(integers, scale):
-    return integers * scale
+def to_int8(chunk):
+    scale = chunk.abs().max() / 127
+    return (chunk / scale).round().to(torch.int8), scale
 
 
-def show(name, numbers, form="z8.3f"):
+def show(name, numbers, form="z7.3f"):
     print(f"{name:8}", *(f"{number:{form}}" for number in numbers.tolist()))
 
 
+smooth = torch.tensor([0.100, 0.200, 0.300, 0.400, 0.500, 0.600, 0.700, 0.800])
 gradient = torch.tensor([0.400, -1.270, 0.036, 0.002, -0.250, 0.618, -0.009, 0.004])
-show("gradient", gradient)
-for largest in (127, 7):
-    integers, scale = encode(gradient, largest)
-    print(f"\nlargest integer {largest}, scale {scale:.4f}")
-    show("integers", integers, "8d")
-    show("decoded", decode(integers, scale))
-    show("error", decode(integers, scale) - gradient)
+for name, chunk in {"smooth": smooth, "gradient": gradient}.items():
+    show(name, chunk)
+    integers, scale = to_int8(chunk)
+    for mode, decoded in {"dct": half_of_spectrum(chunk), "int8": integers * scale}.items():
+        show(mode, decoded)
+        print(f"error {(decoded - chunk).norm() / chunk.norm():.3f}\n")
 
 other = torch.tensor([-0.800, -2.540, 0.280, 0.066, 0.500, -1.240, 0.021, 0.000])
-ours, theirs = encode(gradient, 127), encode(other, 127)
-print("\ntwo replicas")
-show("sum", ours[0] + theirs[0], "8d")  # wrong: their scales differ, and int8 ends at 127
-show("mean", (decode(*ours) + decode(*theirs)) / 2)
+(ours, our_scale), (theirs, their_scale) = to_int8(gradient), to_int8(other)
+print(f"two replicas, scales {our_scale:.3f} and {their_scale:.3f}")
+show("ours", ours, "7d")
+show("theirs", theirs, "7d")
+show("sum", ours + theirs, "7d")  # wrong: their scales differ, and int8 ends at 127
+show("mean", (ours * our_scale + theirs * their_scale) / 2)
 show("exact", (gradient + other) / 2)

@@ -1,150 +1,103 @@
 """Stage 05: elasticity. The run goes on when processes or machines leave or join.
 
-Try it, train on a text of your own, fine-tune a pretrained model. Without -e nothing is saved.
+Try it; train on a text of your own; train a pretrained model further. Without -e nothing is saved.
 
-    NPROC_PER_NODE=2 bash run.sh --shard-size 1
-    NPROC_PER_NODE=2 bash run.sh --shard-size 1 -e notes -d notes.txt --max-steps 200
-    MASTER_ADDR=10.0.0.1 NNODES=1:4 NODE_RANK=0 bash run.sh -e notes -d notes.txt
+    torchrun --standalone --nproc-per-node 2 train-llm.py
+    bash run.sh -e notes -d notes.txt --max-steps 200
+    NNODES=1:4 MASTER_ADDR=10.0.0.1 bash run.sh -e gpt2 -d notes.txt -m gpt2
 """
 
 import argparse
-import difflib
-import gc
 import glob
 import json
 import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
-import threading
 import time
 import zlib
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics  # the language reference that comes with Python: a text
 
-# logs_and_checkpoints_old.py is in the parent folder. The folder goes first on the path, because
-# each clone of this repository must import its own copy of the module.
+# logs_and_checkpoints.py is in the parent folder. The folder goes first on the path, because each
+# clone of this repository must import its own copy of the module.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-PARENT = os.getppid()  # the process that has started this one, usually torchrun
-
-# On a CPU, a PyTorch thread that waits for work keeps its core busy for some time before it sleeps.
-# By default this time is so long that training becomes many times slower when other programs need
-# the cores. This value is a thirtieth of the default on Linux. Set it before torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
-    print("importing torch, transformers and datasets: this takes some seconds", flush=True)
-
 import datasets
 import numpy as np
-import psutil
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
-from filelock import FileLock
-from logs_and_checkpoints_old import (
+from logs_and_checkpoints import (
+    LOCAL_RANK,
     MEMORY_METRICS,
     CheckpointWriter,
     RunLog,
-    all_gather_object,
+    cause_of,
+    check_same,
     checkpoint_tensors,
-    checkpoints,
+    describe_run,
     fail,
     load_checkpoint,
     lock_run_dir,
     memory_gb,
-    reading,
     save_final_model,
     say,
-    say_last,
 )
-from safetensors import safe_open
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
 from torch.utils.checkpoint import checkpoint
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    convert_and_load_state_dict_in_model,
-)
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import cached_file
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()  # hides warnings
-# In each forward pass transformers checks whether a row holds several sequences, and Python waits
-# until the GPU has the answer. Here the answer is always no, and None says so.
+transformers.logging.disable_progress_bar()
+# In each forward pass transformers checks whether the positions in a row begin anew, and Python
+# waits until the GPU has the answer. Here they never do, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Data types in which compressed gradients are sent, see `encode`. Integers: their largest value.
-WIRE_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WIRE_INTEGERS = {"int8": 127, "int4": 7}
-ROW_LENGTH = 256  # values with a common scale
-# A collective whose name differs between versions of PyTorch.
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# A resumed run must have the same values for these flags. All other flags may change, and so may
-# the hardware and the stage (the numbered scripts of this course are called stages).
-EXPERIMENT_FLAGS = (
-    "model_name",
-    "from_scratch",
-    "dataset_name",
-    "dataset_subset",
-    "text_column",
-    "train_on_prompt",
-    "seq_length",
-    "seed",
-    "global_batch_size",
-)
-# The values of these may differ if they stand for the same model and data, see `check_contents`.
-CONTENT_FLAGS = (
-    "model_name",
-    "dataset_name",
-    "dataset_subset",
-    "text_column",
-    "train_on_prompt",
-)
-# Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
-# that matches counts.
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
+# The formats of data files, by their endings. Each may be followed by .gz.
+FORMATS = {
+    ".txt": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
 }
+# Columns of conversations, which prepare.py turns into rows of tokens.
+CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
+# Gradients are compressed in chunks of this many values.
+CHUNK_LENGTH = 256
 
 
 @record  # torchrun shows the traceback of the process that failed first
 def main(args):
-    run_dir = open_run_dir(args)
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if "RANK" not in os.environ:
+        fail("this stage needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device)
+    args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
+    if args.cpu_offload and args.dtype == "fp16":
+        fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
+    run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
+    if run_dir:
+        lock_run_dir(run_dir)
 
     # torchrun starts this script several times, usually once for each GPU, and every process runs
     # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
@@ -156,108 +109,123 @@ def main(args):
     timeout = timedelta(seconds=args.timeout)
     if device.type == "cuda":
         # The local rank is the number of a process on its machine. Each takes a GPU of its own.
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", LOCAL_RANK)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+        # With --cpu-offload gradients are in CPU memory, and so are the norms that the ranks add up
+        # to clip them. NCCL cannot do this, Gloo can.
+        backend = "cpu:gloo,cuda:nccl" if args.cpu_offload else "nccl"
+        dist.init_process_group(backend, device_id=device, timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)
-    world_size = dist.get_world_size()
     # A barrier is a collective that returns when every rank has called it. A collective fails when
-    # it waits for longer than its timeout, but loading data or a model may take hours. So the
-    # barriers for loading use a process group with a long timeout.
+    # it waits for longer than its timeout, but loading data or a model may take hours. So the ranks
+    # wait for that in a process group of its own, with a long timeout.
     loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-    check_shared_folder(run_dir)
+    # The ranks must call the collectives of a group in the same order. A checkpoint is saved in a
+    # thread, in parallel with the steps, so it has a group of its own. So has the count of signals,
+    # which are on the CPU.
+    saving_group = dist.new_group(backend="gloo", timeout=timeout)
+    signal_group = dist.new_group(backend="gloo", timeout=timeout)
+    if run_dir and not (run_dir / "lock").exists():  # rank 0 has created it
+        fail(f"--save-dir {args.save_dir}: all nodes must share this folder")
 
     # Data: sequences of one length, cut from the documents.
-    with reading(f"--model-name {args.model_name}"):
-        config, tokenizer, weights = load_config(args.model_name, args.from_scratch)
-        args.seq_length = check_seq_length(args.seq_length, config, args.model_name)
-    # The ranks of a machine take turns: the first one tokenizes, and the others read the result
-    # from the cache.
-    lock = FileLock(f"/tmp/train-llm-{os.getuid()}-{os.getppid()}.lock")
-    tokenizes = int(os.environ["LOCAL_RANK"]) == 0
-    if tokenizes:
-        lock.acquire()
-    dist.barrier(loading_group)  # from here on, the first rank of each machine has its lock
-    if not tokenizes:
-        lock.acquire()
-    with reading(f"--dataset-name {args.dataset_name}"):
-        train_data, eval_data = load_data(args, tokenizer)
-    lock.release()
-    dist.barrier(loading_group)
-    Path(lock.lock_file).unlink(missing_ok=True)
-
-    # Look at every token once. A wrong one would otherwise be found in the middle of the run, or
-    # not at all. Checksums are saved: when the run is resumed, a name may stand for other files.
-    with reading(f"--dataset-name {args.dataset_name}"):
-        contents = contents_of(args, config, tokenizer, train_data, eval_data)
-    check_contents(args, contents)
-    dist.barrier(loading_group)  # looking at all tokens may take a long time, too
-    check_same_on_all_ranks(args, contents)
+    config, weights = load_config(args.model_name, args.from_scratch)
+    tokenizer = load_tokenizer(args.model_name, args.dataset_name)
+    # The first rank of each machine tokenizes, and then the others read the result from the cache.
+    if LOCAL_RANK > 0:
+        dist.barrier(loading_group)
+    train_data, eval_data = load_data(args, config, tokenizer)
+    if LOCAL_RANK == 0:
+        dist.barrier(loading_group)
+    experiment = check_data(args, config, train_data, eval_data)
+    # Another machine may have other files under the same name, or other flags.
+    flags_and_contents = {**vars(args), **experiment}
+    of_all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
+    for number, other in enumerate(of_all_ranks):
+        check_same(flags_and_contents, other, f"on rank {number}")
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
+
+    # Hybrid sharding (HSDP): the ranks form a table, a mesh of two dimensions. The ranks of a row
+    # together hold one replica of the model, a shard each. The ranks of a column hold the same
+    # shard. Parameters are gathered within a row, where links are fast: on one machine. Between
+    # rows only gradients are sent.
+    world_size, local_world_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if args.shard_size is None:
+        # Even on a single machine: its processes may have no memory for a model each.
+        args.shard_size = local_world_size
+    if world_size % args.shard_size > 0:
+        fail(f"--shard-size {args.shard_size}: does not divide {world_size} processes")
+    num_replicas = world_size // args.shard_size
+    if num_replicas == 1:
+        args.compression = "none"  # nothing is sent between replicas
+    mesh = init_device_mesh(
+        device.type, (num_replicas, args.shard_size), mesh_dim_names=("replicate", "shard")
+    )
+    # The groups of a mesh have a timeout of their own. `dist.set_timeout` is new in PyTorch 2.14.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in mesh.get_all_groups():
+        set_timeout(timeout, group)
+    say(f"{num_replicas} replica(s) of {args.shard_size} shard(s), compression {args.compression}")
+
+    # The ranks that share the work of a global batch. Here these are all ranks.
+    data_group = dist.group.WORLD
+    num_shares = dist.get_world_size(data_group)
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
     steps_per_epoch = len(train_data) // args.global_batch_size
-    data_size = (
-        f"{len(train_data)} sequences of {args.seq_length} tokens and {len(eval_data)} held out"
-    )
-    if steps_per_epoch == 0 or len(eval_data) == 0:
-        name = args.dataset_name
-        fail(f"--global-batch-size {args.global_batch_size}: {name} has only {data_size}")
     total_steps = args.num_epochs * steps_per_epoch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
-    say(f"{args.dataset_name}: {data_size}, {total_steps} steps")
+    say(
+        f"{args.dataset_name}: {len(train_data)} sequences of {args.seq_length} tokens and "
+        f"{len(eval_data)} held out, {total_steps} steps"
+    )
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Each rank takes an equal share of the global batch. So the number of ranks does not change
-    # what a step trains on.
-    sequences_per_rank = math.ceil(args.global_batch_size / world_size)
-    grad_accum_steps = math.ceil(sequences_per_rank / args.batch_size)
+    # Before that, it is divided into equal shares, one for each rank of the data group. So the
+    # number of ranks does not change what a step trains on.
+    sequences_per_share = math.ceil(args.global_batch_size / num_shares)
+    grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
     say(
         f"{args.global_batch_size} sequences per step = "
-        f"{world_size} rank(s) × "
+        f"{num_shares} share(s) × "
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # The model may be too large for one GPU. So every rank builds it on the meta device, where
-    # tensors have a shape but no storage. Below, it is sharded, and its shards get their values.
-    model_flags = f"--model-name {args.model_name} --attn {args.attn}"
-    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
-    with reading(model_flags):
-        state_device = torch.device("cpu") if args.cpu_offload else device
-        check_memory(config, args.attn, shard_size, state_device)
-        with torch.device("meta"):
-            model = load_model(config, None, args.attn, args.seed)
-        files, conversions = find_weights(model, weights)  # before `fully_shard` changes classes
-    run_info = {
-        "parameters": model.num_parameters(),
-        "attn": model.config._attn_implementation,
-        "flops_per_token": flops_per_token(model, args.seq_length),
-        "device_name": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-    }
-    run_info["peak_flops"] = peak_flops(run_info["device_name"])
-    say(f"{run_info['parameters']:,} parameters, {run_info['attn']}, {args.dtype}, {device}")
+    # The model may be too large for one GPU. So rank 0 alone loads it, in the memory of the CPU.
+    # The others build it on the meta device, where tensors have a shape but no storage.
+    is_rank_0 = dist.get_rank() == 0
+    with torch.device("cpu" if is_rank_0 else "meta"):
+        model = load_model(config, weights if is_rank_0 else None, args.attn, args.seed)
+    full_weights = model.state_dict()
+    dist.barrier(loading_group)
+    run_info = describe_run(model, args.seq_length, device)
+    say(
+        f"{run_info['parameters']:,} parameters, {'pretrained' if weights else 'random'} weights, "
+        f"{run_info['attn']}, {args.dtype}, {device}"
+    )
 
-    # The transformer blocks. `_no_split_modules` has the name of their class, for each architecture
-    # in transformers.
-    blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    # The transformer blocks. In transformers they all derive from this class.
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not blocks:
+        fail(f"--model-name {args.model_name}: no transformer blocks were found in it")
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
     # same. Compiling the whole model would take many times as long. The loss is compiled too: its
     # intermediate results are the largest tensors of a step, and compiled code never stores them.
     # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
     # replace the code for the full ones with slower code for all sizes.
-    cross_entropy = sum_cross_entropy
-    is_compiled = device.type == "cuda" if args.compile is None else args.compile
-    if is_compiled:
+    loss_fn = sum_cross_entropy
+    if args.compile or (device.type == "cuda" and not args.no_compile):
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
-        cross_entropy = torch.compile(sum_cross_entropy, dynamic=False)
+        loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
 
     # Activation checkpointing keeps only the input of each block. In the backward pass it computes
     # the other activations a second time. No block draws random numbers, as dropout is 0, so the
@@ -267,60 +235,36 @@ def main(args):
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, **options)
 
+    # Sharding: each rank keeps 1 / shard_size of every parameter, its shard. FSDP gathers the
+    # parameters of a block from its row before its forward pass, frees them after it, and gathers
+    # them again for its backward pass. Then it averages the gradients of the block over the row,
+    # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
+    # gradients of a few blocks at a time. What is in no block, the embeddings and the last norm,
+    # belongs to the model itself, the root module, which is therefore the last one in the loop.
+    #
     # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
-    # gradients are averaged in fp32. `loss_sum` computes the loss in fp32, as before.
+    # gradients are averaged in fp32. The loss is computed in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
-
-    # Hybrid sharding (HSDP): the ranks form a two-dimensional mesh. The ranks of a row together
-    # hold one replica of the model, a shard each. The ranks of a column hold the same shard. FSDP
-    # gathers parameters within a row, where links are fast. Between rows, only gradients are sent.
-    num_replicas = world_size // shard_size
-    mesh = init_device_mesh(
-        device.type, (num_replicas, shard_size), mesh_dim_names=("replicate", "shard")
-    )
-    # The process groups of a mesh have a timeout of their own, and `init_device_mesh` has no
-    # argument for it. `dist.set_timeout` is new in PyTorch 2.14.
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    for dimension in mesh.mesh_dim_names:
-        set_timeout(timeout, mesh.get_group(dimension))
-    shard_mesh, replicate_group = mesh["shard"], mesh.get_group("replicate")
-    compression = args.compression if num_replicas > 1 else "none"
-    say(f"{num_replicas} replica(s) of {shard_size} shard(s), compression {compression}")
-    if num_replicas == 1 and args.compression != "none":
-        say("nothing to compress: --shard-size 1 makes each process a replica")
-
-    # Sharding: each rank keeps 1 / shard_size of every parameter, its shard. FSDP gathers the
-    # parameters of a block from the ranks of its row before its forward pass, frees them after it,
-    # and gathers them again for its backward pass. So besides its shards a GPU holds the parameters
-    # of a few blocks at a time. What is not in a block, the embeddings and the last norm, is
-    # sharded with the root module.
     for module in [*blocks, model]:
-        fully_shard(module, mesh=shard_mesh, mp_policy=mixed_precision, offload_policy=offload)
+        fully_shard(module, mesh=mesh["shard"], mp_policy=mixed_precision, offload_policy=offload)
     if args.no_reshard_after_forward:
         model.set_reshard_after_forward(False)
+    send_weights(model, full_weights, device, args.cpu_offload)
+    del full_weights
 
-    # Now the shards get their values. Each rank reads its own from the files of a pretrained model.
-    # Random weights must be the same for any number of ranks. So rank 0 alone builds the model, in
-    # CPU memory, and sends it to all. The barrier is there because either may take a long time.
-    shard_device = torch.device("cpu") if args.cpu_offload else device
-    full_model = None
-    with reading(model_flags):
-        if files:
-            read_shards(model, weights, files, conversions, shard_device)
-        elif dist.get_rank() == 0:
-            full_model = load_model(config, weights, args.attn, args.seed)
-    dist.barrier(loading_group)
-    if not files:
-        fill_from_rank_0(model, full_model, shard_device)
-    del full_model
-    fill_buffers(model, device)
-    # Not inside `with reading(...)`: an error here may mean that another machine was lost.
-    check_causal(model, args.seq_length, device)
+    # When FSDP has averaged the gradients of a module over the ranks of a row, it calls the hook of
+    # that module, and ours averages them over the replicas. (Given the whole mesh, FSDP would do so
+    # itself, uncompressed.) On a GPU the hook runs in a stream of its own, in parallel with the
+    # backward pass. A hook of the root alone would miss the blocks.
+    replica_average = ReplicaAverage(mesh.get_group("replicate"), args.compression, device)
+    for module in [*blocks, model]:
+        module.set_all_reduce_hook(partial(replica_average, module))
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
-    args.lr = args.lr or (2e-5 if weights else 1e-3)
+    if args.lr is None:
+        args.lr = 2e-5 if weights else 1e-3
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -329,12 +273,14 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, fused=True)
 
-    # Learning rate. The scheduler has a function from the step to a factor. We call that function
-    # ourselves, so that a resumed run needs to know the step only, and no state of the scheduler.
-    warmup_steps = args.warmup_steps
-    if warmup_steps is None:
-        warmup_steps = min(100, total_steps // 10)
-    scheduler = transformers.get_scheduler(args.lr_scheduler, optimizer, warmup_steps, total_steps)
+    # Learning rate. The scheduler holds a function that maps a step to a factor of the learning
+    # rate. We call that function ourselves, so that a resumed run needs to know the step only, and
+    # no state of the scheduler.
+    if args.warmup_steps is None:
+        args.warmup_steps = min(100, total_steps // 10)
+    scheduler = transformers.get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps
+    )
     lr_factor = scheduler.lr_lambdas[0]
 
     # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
@@ -342,61 +288,38 @@ def main(args):
     # fp32.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
-    # Resume from the newest checkpoint of this run, if there is one. A run that was killed after
-    # its last step and before the export skips the loop below.
-    resumed = load_checkpoint(run_dir, model, optimizer) if run_dir else {"step": 0}
+    # Resume from the newest checkpoint of this run, if there is one. It must be of the same
+    # experiment. Everything else may change: hardware, other flags, and the stage of this course.
+    resumed = {"step": 0}
+    if run_dir:
+        resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
     last_step = resumed["step"]
-    if last_step >= total_steps and (run_dir / "final_model" / f"step-{last_step:08d}").exists():
-        say(
-            f"{run_dir} is finished at step {last_step}: raise --max-steps or --num-epochs, or "
-            "choose another name (-e)"
-        )
-        say_what_is_left(run_dir)
-        return
-    if resumed.get("total_steps", total_steps) != total_steps:
-        before = resumed["total_steps"]
-        say(f"learning rate: scheduled over {total_steps} steps, previously {before}")
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
-    # For the log: values that the flags leave open.
-    run_info["device"] = str(device)
-    run_info["compile"] = is_compiled
-    run_info["max_steps"] = total_steps
-    run_info["warmup_steps"] = warmup_steps
-    run_info["shard_size"] = shard_size
-    run_info["compression"] = compression
+
+    # How far did the run come before this start?
+    previous = newest_metrics(run_dir) if run_dir else {}
+    restarts = previous.get("elastic/restarts", -1) + 1  # 0 at the first start
+    steps_lost = max(0, previous.get("step", 0) - last_step)
+    if restarts > 0:
+        say(f"restart {restarts}: {world_size} processes, {steps_lost} steps are repeated")
+    steps_lost += previous.get("elastic/steps_lost", 0)
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
-    # FSDP averages the gradients over the ranks of a row. When it has done so for a module, it
-    # calls the hook of that module, and ours averages over the replicas. (On a two-dimensional mesh
-    # FSDP would do that itself, uncompressed.) On a GPU the hook runs in a stream of its own, in
-    # parallel with the backward pass.
-    compressor = GradientCompressor(
-        replicate_group,
-        compression,
-        args.keep_ratio,
-        args.chunk,
-        args.wire_dtype,
-        is_compiled,
-        args.cpu_offload,
-        log.lap,
-    )
-    for module in [*blocks, model]:  # a hook on the root alone would miss the blocks
-        module.set_all_reduce_hook(partial(compressor, module))
-
     # torchrun sends SIGTERM to its processes when nodes join or leave, and Slurm when the time of a
-    # job is nearly over. The handler only records the signal. The loop checks for it in each step,
-    # and after a signal it saves a checkpoint and ends. torchrun waits 30 s for that.
-    # Ctrl-C sends SIGINT, which is treated in the same way.
+    # job is nearly over. The handler only records the signal. The loop looks at the records in each
+    # step, saves a checkpoint and ends. torchrun waits 30 s for that.
     stop_signals = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: stop_signals.append(number))
-    progress = Progress(run_dir, last_step)
-    checkpointer = AsyncCheckpointer(
-        run_dir, model, optimizer, args.keep_checkpoints, device, timeout
-    )
+    signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
+    stopping = False
+    saving = None  # the checkpoint that is being saved
 
     for step in range(last_step + 1, total_steps + 1):
+        # All ranks must stop after the same step, but the signal may reach them in different steps.
+        # So all signals are counted, in the background until the step ends.
+        num_stop_signals = torch.tensor(len(stop_signals))
+        counting = dist.all_reduce(num_stop_signals, group=signal_group, async_op=True)
+
         # Data. The seed and the epoch alone decide the order of an epoch's sequences, and the step
         # decides which of them form its global batch. So a resumed run continues exactly where it
         # was, without any state of a data loader.
@@ -407,45 +330,39 @@ def main(args):
         indices = order[first : first + args.global_batch_size]
 
         micro_batches, num_targets = make_micro_batches(
-            train_data, indices, args.batch_size, device
+            train_data, indices, args.batch_size, device, data_group
         )
-        # All ranks must stop after the same step, but the signal may reach them in different steps.
-        # So the all-reduce that each step needs anyway also counts the signals of all ranks.
-        counts = torch.tensor([num_targets, len(stop_signals)])
-        dist.all_reduce(counts)  # a CPU tensor, so Gloo: each rank now has the sums of all
-        num_targets, num_stop_signals = counts
+        dist.all_reduce(num_targets, group=data_group)  # each rank now has the sum of all
         num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
-        compressor.start_step(step, device)
         log.lap("data")
 
-        # Forward and backward. The gradients of all micro-batches add up in `.grad`.
-        optimizer.zero_grad()
+        # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
+            # By default each backward pass averages, so a rank keeps only gradients of its shards.
+            # With --no-reshard-after-forward it keeps all gradients and all gathered parameters.
             # It is enough to average the gradients once per step, in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1
-            # But until then each rank would have to keep the gradients of the whole model. So every
-            # backward pass averages, and a rank keeps the gradients of its shards. Only with
-            # --no-reshard-after-forward does it keep all, and the gathered parameters as well.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
-            # Replicas average once per step. Until then the compressor keeps the sum of a shard's
-            # gradients, so they must not add up in `.grad` as well.
-            compressor.is_last = is_last
+
+            # The replicas average once per step. Until then the hook adds up the gradients of a
+            # shard, so they must not add up in `.grad` as well.
+            replica_average.is_last = is_last
             optimizer.zero_grad()
 
-            loss = loss_sum(model, input_ids, targets, cross_entropy)
+            loss = loss_sum(model, input_ids, targets, loss_fn)
             step_loss += loss.detach()
             log.lap("forward")
 
             # Divide by the number of targets in the whole global batch, not in the micro-batch.
             # Then every target has the same weight, even if some micro-batches have fewer of them,
             # and the result does not depend on --batch-size.
-            # `num_targets` counts the targets of all ranks, so the gradients of the ranks must be
-            # added up. They are averaged instead, so multiply by world_size to get the sum.
-            scaler.scale(loss * world_size / num_targets).backward()
+            # `num_targets` counts the targets of all shares, so their gradients must be added up.
+            # They are averaged instead, so multiply by num_shares to get the sum.
+            scaler.scale(loss * num_shares / num_targets).backward()
             log.lap("backward")
 
         # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
@@ -462,219 +379,310 @@ def main(args):
         # Log. Reading a value (.item(), .tolist()) waits until the GPU has computed it, so this is
         # done only in the steps that are logged.
         metrics = {}
-        if step == 1 or step % args.log_freq == 0 or step == total_steps:
-            dist.all_reduce(step_loss)
+        is_last_step = step == total_steps
+        counting.wait()
+        stopping = num_stop_signals.item() > 0 and not is_last_step
+        is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step or stopping)
+        if step == last_step + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
+            dist.all_reduce(step_loss, group=data_group)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
-            grad_norm = grad_norm.full_tensor()  # a DTensor: this combines the norms of all shards
-            times = log.pop_times()
-            encode_ms = times.pop("time/encode_ms", 0.0)
-            communicate_ms = times.pop("time/communicate_ms", 0.0)
-            times["time/backward_ms"] += encode_ms + communicate_ms  # it is when the hook runs
+            grad_norm = grad_norm.full_tensor()  # the norms of all shards combined
             metrics = {
                 "train/loss": step_loss.item() / num_targets.item(),
                 "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": lr,
                 "train/epoch": step / steps_per_epoch,
-                "comm/bytes_per_step": compressor.bytes_sent,
-                "comm/compression_ratio": compressor.ratio(),
-                "comm/encode_ms": encode_ms,
+                "comm/bytes_per_step": sum(replica_average.bytes_sent.values()),
                 "elastic/world_size": world_size,
-                "elastic/restarts": progress.restarts,
-                "elastic/steps_lost": progress.steps_lost,
-                **times,
+                "elastic/restarts": restarts,
+                "elastic/steps_lost": steps_lost,
+                **log.pop_times(),
                 **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
             }
-
-        # Evaluate on text that the model was not trained on.
-        if step == total_steps or (args.eval_freq and step % args.eval_freq == 0):
-            metrics.update(evaluate(model, eval_data, args.batch_size, device))
-            log.lap("outside")  # what is outside of a step does not count for tokens per second
+            check_finite(step, metrics, scaler)
         log.step(step, metrics)
-        progress.after_step(step)
+        optimizer.zero_grad()  # frees the gradients, before more memory is needed below
         log.lap("log")
 
-        # Checkpoint: model, optimizer, and whatever else is needed to resume. The loop waits until
-        # they are copied. The copy is written in the background, and how long the writing took is
-        # logged when it is done.
-        stopping = num_stop_signals > 0 and step < total_steps
-        if run_dir and (step == total_steps or step % args.ckpt_freq == 0 or stopping):
+        # Checkpoint: model and optimizer, and what else is needed to resume.
+        if is_save_step:
             values = {
+                "experiment": experiment,
                 "flags": vars(args),
-                "experiment": experiment(args),
-                "contents": contents,
-                "total_steps": total_steps,
                 "comet_key": log.comet_key,
                 "scaler": scaler.state_dict(),
             }
-            checkpointer.save(step, values)
-            log.lap("outside")
-        saved = checkpointer.poll()
-        if saved:
-            log.after_checkpoint(saved)
+            finish_save(saving)  # one at a time
+            # The loop waits until the tensors are copied to the memory of the CPU. A thread writes
+            # the copy to the disk. So saves cost little, and may be frequent: fewer steps are lost.
+            saving = dcp.async_save(
+                checkpoint_tensors(model, optimizer),
+                storage_writer=CheckpointWriter(run_dir, step, values, args.keep_checkpoints),
+                process_group=saving_group,
+            )
         if stopping:
-            checkpointer.wait()
-            log.close()
-            if signal.SIGINT in stop_signals:
-                raise KeyboardInterrupt
-            say(f"stopped by SIGTERM after step {step}")
-            sys.exit(1)  # with 0, torchrun would conclude that the training is finished
+            break
 
-    checkpointer.wait()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all is saved
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Evaluate on text that the model was not trained on.
+        if args.eval_freq and step % args.eval_freq == 0 and not is_last_step:
+            metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
+            log.step(step, metrics)
+        log.lap("outside")  # what is outside of a step does not count for tokens per second
 
-    # Export the model for `from_pretrained`. Then show what it writes after a prompt that was held
-    # out from training.
+    finish_save(saving)
+    if stopping:
+        log.close()
+        say(f"stopped by SIGTERM after step {step}")
+        return True
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the last checkpoint is saved
+
+    # Export the model for `from_pretrained`. Then evaluate it once more, and show what it writes
+    # after the first words of a text that was held out from training.
     if run_dir:
-        export_dtype = DTYPES[args.export_dtype]
-        last_step = max(last_step, total_steps)
-        save_final_model(run_dir, last_step, model, config, tokenizer, export_dtype)
+        save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
     # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
-    tokens, start = choose_prompt(eval_data[-1], 64)
+    tokens = eval_data[-1]["input_ids"][:96]
+    start = min(32, len(tokens) // 2)
+    metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
     tokens = sample(model, tokens, start, device)
+    log.step(log.last_step, metrics)
     log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
     log.close()
-    say_what_is_left(run_dir)
+    return False
 
 
-class Progress:
-    """The file `progress` in a run's folder: the step that was reached, and what restarts cost.
-
-    After each step rank 0 overwrites its six numbers in one write, so that a kill leaves the old
-    numbers or the new ones. A restart compares the step there with that of its checkpoint."""
-
-    def __init__(self, run_dir, last_step):
-        self.file = None
-        self.restarts = 0
-        self.steps_lost = 0
-        self.furthest_step = last_step
-        self.starts_without_progress = 0  # since `furthest_step` was reached
-        if run_dir and dist.get_rank() == 0:
-            try:
-                self.open(run_dir, last_step)
-            except (OSError, ValueError) as error:
-                fail(f"--save-dir {run_dir}: {error}")
-
-    def open(self, run_dir, last_step):
-        """Reads the numbers that the previous start has left, and says what stopping it cost."""
-        self.file = os.open(run_dir / "progress", os.O_RDWR | os.O_CREAT)
-        numbers = [int(number) for number in os.read(self.file, 100).split()]
-        if numbers:
-            step, world_size = numbers[:2]
-            self.restarts, self.steps_lost = numbers[2:4]
-            self.furthest_step, self.starts_without_progress = numbers[4:6]
-            repeated = max(0, step - last_step)
-            self.restarts += 1
-            self.steps_lost += repeated
-            change = f"world {world_size} → {dist.get_world_size()} at step {step}"
-            say(f"{change}, resumed from step {last_step}, {repeated} steps repeated")
-
-        # After ten starts without a new step the run ends: the error is probably always the same.
-        # The next start counts from 1 again, so that you can try again when the error is fixed.
-        self.starts_without_progress = self.starts_without_progress % 10 + 1
-        self.write(last_step)
-        if self.starts_without_progress == 10:
-            fail(f"{run_dir}: 10 starts, none beyond step {self.furthest_step}, see their errors")
-
-    def after_step(self, step):
-        """Writes the number of a step. Call this after each step."""
-        if step > self.furthest_step:
-            self.furthest_step = step
-            self.starts_without_progress = 0
-        if self.file is not None:
-            self.write(step)
-
-    def write(self, step):
-        numbers = [step, dist.get_world_size(), self.restarts, self.steps_lost]
-        numbers += [self.furthest_step, self.starts_without_progress]
-        os.pwrite(self.file, "".join(f"{number:12}" for number in numbers).encode(), 0)
+def newest_metrics(run_dir):
+    """The newest value of each metric in the metrics.jsonl of a run, and its last step."""
+    path = run_dir / "metrics.jsonl"
+    newest = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if line.endswith("}"):  # a kill may cut the last line
+            newest.update(json.loads(line))
+    return newest
 
 
-class BackgroundWriter(CheckpointWriter):
-    """A CheckpointWriter for a thread of a process whose device is `device`."""
-
-    def __init__(self, device, run_dir, step, values, keep):
-        super().__init__(run_dir, step, values, keep)
-        self.device = device
-
-    def reset(self, checkpoint_id=None):
-        """Chooses the GPU of the thread. DCP calls this first, in the thread."""
-        # In a new thread GPU 0 is the current one. Every rank of a node would take memory there.
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        super().reset(checkpoint_id)
+def finish_save(saving):
+    """Waits until a checkpoint is on the disk, if one is being saved."""
+    try:
+        if saving:
+            saving.result()
+    except dcp.api.CheckpointException as error:
+        fail(f"--save-dir: a checkpoint was not saved: {cause_of(error)}")
 
 
-class AsyncCheckpointer:
-    """Saves checkpoints in the background: the training loop waits only while the state is copied.
+class ReplicaAverage:
+    """Averages gradients over the replicas of the model: a hook for FSDP.
 
-    A thread writes the copy. It needs a process group of its own: the ranks must call the
-    collectives of a group in the same order, and meanwhile the loop calls those of other groups."""
+    `mode` says what the replicas send:
+    - none: all values in fp32,
+    - dct: the lower half of the frequencies of each chunk of values, in fp32,
+    - int8: all values, rounded to 8 bits."""
 
-    def __init__(self, run_dir, model, optimizer, keep, device, timeout):
-        self.run_dir = run_dir
-        self.model = model
-        self.optimizer = optimizer
-        self.keep = keep
-        self.device = device
-        self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self.stager = None
-        self.writer = None
-        self.saving = None  # the future of the save that is under way
-        self.stall_ms = 0.0
-        self.metrics = {}
+    def __init__(self, group, mode, device):
+        self.group = group
+        self.mode = mode
+        self.basis = low_frequencies().to(device)
+        self.is_last = True  # whether the micro-batch is the last one of its step
+        self.sums = {}  # the gradients of the micro-batches before, by module
+        self.bytes_sent = {}  # in a step, by module
 
-    def save(self, step, values):
-        """Copies the state and starts to save it, see `CheckpointWriter`. All ranks call it."""
-        start = time.perf_counter()
-        self.wait()  # one save at a time
-        # The stager makes the copy, and keeps its memory for the next one. Before torch 2.13 it can
-        # be used only once. (__version__ is not a string: it compares as a version.)
-        if self.stager is None or torch.__version__ < "2.13":
-            options = StagingOptions(
-                use_pinned_memory=torch.cuda.is_available(),
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-            self.stager = DefaultStager(options)
+    def __call__(self, module, gradient):
+        """Adds the gradients of earlier micro-batches. In the last one, averages over the replicas.
 
-        self.writer = BackgroundWriter(self.device, self.run_dir, step, values, self.keep)
-        self.saving = dcp.async_save(
-            checkpoint_tensors(self.model, self.optimizer),
-            storage_writer=self.writer,
-            process_group=self.group,
-            async_stager=self.stager,
-        )
-        self.stall_ms = 1000 * (time.perf_counter() - start)
+        `gradient`, (n,) fp32, holds this rank's shards of all gradients of a module. It is changed
+        in place, and `sums` may keep it: FSDP keeps no reference to it, but makes each `.grad` a
+        view of it. (If parameters were not fp32 as well, each would be a copy.)"""
+        # The gradient was made in another CUDA stream, which reuses its memory once Python has no
+        # reference to it. This delays that until the hook's stream has done what it has to do.
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())
 
-    def wait(self):
-        """Waits until the save that is under way, if any, is on the disk."""
-        if self.saving is None:
+        if module in self.sums:
+            gradient += self.sums.pop(module)
+        if not self.is_last:
+            self.sums[module] = gradient
             return
-        try:
-            self.saving.result()
-        except dcp.api.CheckpointException as error:
-            self.writer.end_run(error)
-        self.saving = None
-        self.metrics = {
-            "checkpoint/save_ms": self.writer.save_ms,
-            "checkpoint/stall_ms": self.stall_ms,
-        }
 
-    def poll(self):
-        """Metrics of a save that has ended since the last call, {} if none has."""
-        if self.saving is not None and self.saving.done():
-            self.wait()
-        metrics, self.metrics = self.metrics, {}
-        return metrics
+        if self.mode == "none":
+            num_bytes = gradient.nbytes
+            dist.all_reduce(gradient, group=self.group)
+            gradient /= self.group.size()
+        elif self.mode == "dct":
+            num_bytes = self.average_spectrum(gradient)
+        else:
+            num_bytes = self.average_int8(gradient)
+
+        # There are two phases, a reduce-scatter or all-to-all, and an all-gather. With R replicas a
+        # rank sends (R - 1) / R of the bytes in each of them.
+        replicas = self.group.size()
+        self.bytes_sent[module] = 2 * (replicas - 1) / replicas * num_bytes
+
+    def average_spectrum(self, gradient):
+        """Averages the lower half of the spectrum. The upper half becomes 0. Returns its bytes.
+
+        A discrete cosine transform (DCT) writes each chunk as a sum of cosines: its spectrum. The
+        transform is linear, so the mean of spectra is the spectrum of the mean."""
+        chunks = pad(gradient, CHUNK_LENGTH).view(-1, CHUNK_LENGTH)
+        spectrum = chunks @ self.basis.T
+        dist.all_reduce(spectrum, group=self.group)
+        chunks = spectrum / self.group.size() @ self.basis
+        gradient.copy_(chunks.flatten()[: len(gradient)])
+        return spectrum.nbytes
+
+    def average_int8(self, gradient):
+        """Averages values that are sent as integers from -127 to 127. Returns their bytes.
+
+        An all-reduce would add up the integers, and they would overflow. So each rank receives one
+        part of the chunks from all replicas, averages it in fp32, and sends the mean to all."""
+        replicas = self.group.size()
+        integers, scales = to_int8(pad(gradient, CHUNK_LENGTH * replicas).view(-1, CHUNK_LENGTH))
+
+        parts, part_scales = torch.empty_like(integers), torch.empty_like(scales)
+        dist.all_to_all_single(parts, integers, group=self.group)
+        dist.all_to_all_single(part_scales, scales, group=self.group)
+        mean = (parts * part_scales).view(replicas, -1, CHUNK_LENGTH).mean(0)
+
+        mean, mean_scales = to_int8(mean)
+        dist.all_gather(list(integers.chunk(replicas)), mean, group=self.group)
+        dist.all_gather(list(scales.chunk(replicas)), mean_scales, group=self.group)
+        gradient.copy_((integers * scales).flatten()[: len(gradient)])
+        return integers.nbytes + scales.nbytes
+
+
+def pad(values, multiple):
+    """`values`, (n,), followed by zeros up to a multiple of a number."""
+    return F.pad(values, (0, -len(values) % multiple))
+
+
+def low_frequencies():
+    """The first half of the orthonormal DCT-II matrix, (CHUNK_LENGTH / 2, CHUNK_LENGTH) fp32.
+
+    Row k is a cosine of k half-waves, and has norm 1. The transposed matrix is the way back."""
+    n = torch.arange(CHUNK_LENGTH, dtype=torch.float64)
+    k = n[: CHUNK_LENGTH // 2, None]
+    basis = (2 / CHUNK_LENGTH) ** 0.5 * torch.cos(torch.pi / CHUNK_LENGTH * (n + 0.5) * k)
+    basis[0] /= 2**0.5
+    return basis.float()
+
+
+def to_int8(chunks):
+    """Chunks of values, (n, CHUNK_LENGTH) fp32, as integers, and the scale of each, (n, 1) fp32.
+
+    A value is its integer times the scale. The largest of a chunk becomes 127 or -127. If a value
+    is not finite, the scale is not either."""
+    scales = chunks.abs().amax(dim=1, keepdim=True) / 127
+    scales.clamp_(min=1e-38)  # zeros would be 0 / 0
+    return (chunks / scales).round().to(torch.int8), scales
+
+
+def share_of_rank(indices, group):
+    """Returns this rank's part of `indices`, and how many of its entries count.
+
+    The passes of a micro-batch contain collectives, for which all ranks wait. So every rank needs
+    the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
+    one less repeat a sequence that does not count: all its targets are -100, without a loss."""
+    rank, num_shares = dist.get_rank(group), dist.get_world_size(group)
+    share = list(indices[rank::num_shares])
+    num_real = len(share)
+    if num_real < math.ceil(len(indices) / num_shares):
+        share.append(indices[0])
+    return share, num_real
+
+
+def make_micro_batches(data, indices, batch_size, device, group):
+    """Loads this rank's share of the sequences with these indices, in micro-batches.
+
+    Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
+    number of targets, a scalar there. targets[:, i] is the token that follows input_ids[:, i], or
+    -100 where the loss leaves it out."""
+    share, num_real = share_of_rank(indices, group)
+    micro_batches = []
+    num_targets = torch.zeros((), dtype=torch.int64, device=device)
+    for first in range(0, len(share), batch_size):
+        rows = data[share[first : first + batch_size]]
+        input_ids = rows["input_ids"]
+        labels = rows.get("labels", input_ids)
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
+        targets[num_real - first :] = -100  # of the sequence that does not count
+
+        # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
+        if device.type == "cuda":
+            input_ids = input_ids.pin_memory().to(device, non_blocking=True)
+            targets = targets.pin_memory().to(device, non_blocking=True)
+        micro_batches.append((input_ids, targets))
+        num_targets += (targets != -100).sum()
+    return micro_batches, num_targets
+
+
+def loss_sum(model, input_ids, targets, loss_fn):
+    """The sum of the loss over all targets, in nats: a scalar on the device.
+
+    `loss_fn` is `sum_cross_entropy`, compiled or not."""
+    # Without gradients, compiled blocks would need other code, and torch.compile would compile them
+    # again. So `evaluate` runs them as they are ("force_eager"), and only the loss is compiled.
+    with torch.compiler.set_stance("default" if torch.is_grad_enabled() else "force_eager"):
+        logits = model(input_ids=input_ids, use_cache=False).logits
+    return loss_fn(logits, targets)
+
+
+def sum_cross_entropy(logits, targets):
+    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def check_finite(step, metrics, scaler):
+    """Ends the run if loss or gradient is not finite: its checkpoints would replace good ones."""
+    loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+    # In fp16 the scaler finds such gradients, and skips the update.
+    if not math.isfinite(loss if scaler.is_enabled() else loss + grad_norm):
+        fail(f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a lower --lr")
+
+
+@torch.no_grad()
+def evaluate(model, data, batch_size, device, loss_fn, group):
+    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
+
+    There is no model.eval(): dropout is 0 in training too."""
+    indices = range(len(data))
+    micro_batches, num_targets = make_micro_batches(data, indices, batch_size, device, group)
+    total = torch.zeros((), device=device)
+    for input_ids, targets in micro_batches:
+        total += loss_sum(model, input_ids, targets, loss_fn)
+    model.reshard()  # the root module stays gathered until a backward pass, and here is none
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(num_targets, group=group)
+    loss = (total.double() / num_targets).item()  # NaN if there is no target
+    return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
+
+
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def sample(model, tokens, start, device):
+    """Returns a copy of `tokens`, (T,), with tokens[start:] sampled from the model."""
+    tokens = tokens[None].to(device, copy=True)
+    generator = torch.Generator().manual_seed(0)
+    for i in range(start, tokens.shape[1]):
+        # The whole sequence each time, so that the shape stays the same. The old tokens after i do
+        # no harm: attention is causal.
+        logits = model(input_ids=tokens, use_cache=False).logits
+        logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
+        tokens[0, i] = torch.multinomial(logits.softmax(0), 1, generator=generator)
+    model.reshard()  # as in `evaluate`
+    return tokens[0]
+
+
+def default_dtype(device):
+    """bf16 on a GPU, but fp16 on those that do not compute in bf16, such as V100 and T4."""
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def load_config(name, from_scratch):
-    """Returns the model's config, its tokenizer, and the path or hub id of its weights.
+    """Returns the model's config, and the path or hub id of its weights.
 
-    The path is None if the model starts from random weights."""
+    The latter is None if the model starts from random weights."""
     if name == "tiny":
         config = transformers.LlamaConfig(
             vocab_size=384,  # 257 tokens, rounded up to a multiple of 128
@@ -686,501 +694,220 @@ def load_config(name, from_scratch):
             bos_token_id=0,
             eos_token_id=0,
         )
-        return config, byte_tokenizer(), None
+        return config, None
 
-    # A local folder may hold a config alone: then bytes are the tokens, and the weights are random.
-    files = [file.name for file in Path(name).glob("*")]  # empty if `name` is a hub id
-    has_tokenizer = not files or any("token" in file or "vocab" in file for file in files)
-    endings = (".safetensors", ".bin", ".pt")
-    has_weights = not files or any(ending in file for file in files for ending in endings)
-    options = {"trust_remote_code": False}
-    config = transformers.AutoConfig.from_pretrained(name, return_dict=True, **options)
+    config = transformers.AutoConfig.from_pretrained(name)
     config = config.get_text_config()  # the language part of a multimodal model
-    if has_tokenizer:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-    else:
-        tokenizer = byte_tokenizer()
-        say(f"{name} has no tokenizer: its tokens are bytes here")
-    num_tokens = 1 + max(tokenizer.get_vocab().values())
-    if num_tokens > config.vocab_size:
-        fail(f"--model-name {name}: {num_tokens} tokens, a vocabulary of {config.vocab_size}")
-
-    disable_dropout(config, name)
-    return config, tokenizer, name if has_weights and not from_scratch else None
-
-
-def disable_dropout(config, name):
-    """Sets dropout and the like to 0: random numbers would depend on how a batch is split."""
+    config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
+    # No dropout: its random numbers would depend on how a batch is split.
     for key, value in vars(config).items():
-        if value and any(part in key for part in ("dropout", "pdrop", "layerdrop", "jitter")):
+        if value and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
 
-
-def byte_tokenizer():
-    """A tokenizer that needs no file: 256 bytes and an end-of-text token, which has number 0."""
-    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    return transformers.GPT2Tokenizer(vocabulary, merges=[])
+    files = files_in(name)
+    has_weights = not files or ".safetensors" in files or ".bin" in files
+    return config, name if has_weights and not from_scratch else None
 
 
-def check_seq_length(seq_length, config, name):
-    """The sequence length: the one asked for, or the longest that the model takes, up to 1024."""
-    longest = getattr(config, "max_position_embeddings", sys.maxsize)
-    seq_length = seq_length or min(1024, longest)
-    if not 2 <= seq_length <= longest:
-        fail(f"--seq-length {seq_length}: {name} takes from 2 to {longest} tokens")
-    return seq_length
+def load_tokenizer(model_name, dataset_name):
+    """The tokenizer of the model, or that of prepare.py, which may have added a chat template."""
+    files = files_in(model_name)
+    is_config_alone = files and not any(
+        part in files for part in ("token", "vocab", ".safetensors", ".bin")
+    )
+    if model_name == "tiny" or is_config_alone:
+        # One that needs no file: 256 bytes and an end-of-text token, which has number 0.
+        tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[])
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+
+    prepared = Path(dataset_name, "tokenizer")
+    if not prepared.exists():
+        return tokenizer
+    tokens = tokenizer.get_vocab().items()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(prepared)
+    if not tokens <= tokenizer.get_vocab().items():
+        fail(f"--dataset-name {dataset_name}: was not prepared for the tokens of {model_name}")
+    return tokenizer
 
 
-def load_data(args, tokenizer):
-    """Returns the sequences to train on and those to evaluate on.
+def files_in(name):
+    """The names of the files in a local folder, in one text. It is empty if `name` is a hub id."""
+    return " ".join(file.name for file in Path(name).glob("*"))
+
+
+def load_data(args, config, tokenizer):
+    """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
 
     These are a split called validation or test, or else the last 5% of the training data."""
-    splits = load_splits(args.dataset_name, args.dataset_subset, tokenizer, args.seq_length)
-    documents = find_split(splits, "train")
-    if documents is None:
-        raise ValueError(f"no split is called train, there are {list(splits)}")
-    columns = choose_columns(documents, tokenizer, args.text_column, args.train_on_prompt)
-    train = pack(documents, columns, tokenizer, args)
-    if len(train) == 0 and columns in INSTRUCTION_COLUMNS:
-        raise ValueError("no row has an answer (of messages: one with the role assistant)")
+    longest = getattr(config, "max_position_embeddings", sys.maxsize)
+    seq_length = args.seq_length or min(1024, longest)
+    if args.dataset_name == "python-docs":
+        datasets.disable_progress_bars()  # this takes only a second
+        splits = {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
+    elif args.dataset_name == "dummy":
+        tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
+        splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
+    elif Path(args.dataset_name).exists():
+        splits = load_files(Path(args.dataset_name))
+    else:
+        splits = datasets.load_dataset(args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        names = ", ".join(splits)
+        fail(f"--dataset-name {args.dataset_name}: no split is called train, there are {names}")
+
+    column = choose_column(args, splits["train"].column_names)
+    if column == "input_ids" and args.seq_length is None:
+        seq_length = len(splits["train"][0]["input_ids"])
+    if not 2 <= seq_length <= longest:
+        fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
+    args.seq_length = seq_length
+
+    train = pack(splits["train"], column, tokenizer, seq_length)
     for name in ("validation", "test"):
-        documents = find_split(splits, name)
-        if documents is not None:
-            missing = set(columns) - set(documents.column_names)
-            if missing:
-                raise ValueError(f"the split {name} has no column {', '.join(missing)}")
-            return train, pack(documents, columns, tokenizer, args)
-    num_held_out = math.ceil(len(train) / 20)
-    num_train = len(train) - num_held_out
+        if name in splits:
+            return train, pack(splits[name], column, tokenizer, seq_length)
+    num_train = len(train) - math.ceil(len(train) / 20)
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
-def load_splits(name, subset, tokenizer, seq_length):
-    """Returns the splits of a data set by name: of documents, or of rows that hold tokens."""
-    if name == "python-docs":
-        datasets.disable_progress_bars()  # this takes only a second
-        return {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
-    if name == "dummy":
-        tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
-        return {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
+def load_files(path):
+    """Returns the splits, by name, of a file or of all files in a folder.
 
-    source = source_of(name, subset)
-    if Path(name).exists() or ending_of(Path(name)) in FILE_FORMATS:
-        # `datasets` caches what it has read, and recognizes a file by its path and modification
-        # time. A file may change and keep both, so each content has a cache of its own.
-        folder = f"{checksum_of_files(source):08x}"
-        source["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE, folder))
-    return datasets.load_dataset(**source)
+    A file or folder called validation or test is a split, and files of the hub have the name of
+    theirs, as in test-00000-of-00002.parquet. All other files are training data."""
+    splits, formats, unread = {}, set(), []
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        parts = file.relative_to(path).parts
+        if file.is_dir() or parts[:1] == ("tokenizer",):
+            continue
+        ending = Path(file.name.removesuffix(".gz")).suffix
+        if ending not in FORMATS:
+            unread.append(file.name)
+            continue
+        formats.add(FORMATS[ending])
+        split = "train"
+        for part in parts:
+            match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}|validation|test", part.split(".")[0])
+            split = match[1] or match[0] if match else split
+        splits.setdefault(split, []).append(glob.escape(str(file)))
 
-
-# What `datasets` calls the formats of files, by their endings. Each may be followed by .gz.
-FILE_FORMATS = {
-    ".txt": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
-
-
-def source_of(name, subset):
-    """The arguments of `load_dataset` for a hub id, a file, or a folder of files."""
-    path = Path(name)
-    ending = ending_of(path)
-    source = {"path": name, "name": subset}
-    if ending in FILE_FORMATS:
-        # A name with * stands for several files, unless there is a file with this very name.
-        if path.is_file():
-            name = glob.escape(name)
-        elif not any(path.parent.glob(path.name)):
-            raise FileNotFoundError(f"there is no such file in {path.resolve().parent}")
-        source = {"path": FILE_FORMATS[ending], "data_files": name}
-    elif path.is_file():
-        raise ValueError(f"it must end in {', '.join(FILE_FORMATS)}, or one of these and .gz")
-    endings = {ending_of(file) for file in path.rglob("*")}  # of the files in a folder
-    if ending == ".txt" or endings & FILE_FORMATS.keys() == {".txt"}:
-        source["sample_by"] = "document"  # a file is a document, not each of its lines
-    return source
-
-
-def checksum_of_files(source):
-    """CRC-32 of the files of a data set. `source` has the arguments of `load_dataset`.
-
-    Files may be large: of a file above 1 MiB, only the length and 16 parts of 64 KiB are used."""
-    checksum = 0
-    splits = datasets.load_dataset_builder(**source).config.data_files or {}
-    for files in splits.values():
-        for path in files:
-            with open(path, "rb") as file:
-                length = file.seek(0, os.SEEK_END)
-                for start in np.linspace(0, max(0, length - 2**16), 16, dtype=int):
-                    file.seek(start)
-                    checksum = zlib.crc32(file.read(2**16), checksum)
-            checksum = zlib.crc32(str(length).encode(), checksum)
-    return checksum
-
-
-def ending_of(path):
-    """The ending of a file's name, such as .txt, without a .gz after it."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
-
-
-def find_split(splits, name):
-    """The split of this name, None if there is none. Chats often have train_sft and test_sft."""
-    return splits.get(name, splits.get(f"{name}_sft"))
-
-
-# The columns of instruction data, in the formats of chats, of TRL and of Alpaca.
-INSTRUCTION_COLUMNS = (
-    ("messages",),
-    ("prompt", "completion"),
-    ("instruction", "input", "output"),
-    ("instruction", "output"),
-)
-# A chat template is a program that turns the messages of a conversation into a text. This one is
-# for tokenizers that have none: headings as in Alpaca, the end-of-text token after each answer.
-CHAT_TEMPLATE = """
-{%- for message in messages -%}
-{{ "" if loop.first else "\\n\\n" }}
-{%- if message.role == "assistant" -%}
-{{ "### Response:\\n" }}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
-{%- else -%}
-{{ "### Instruction:" if message.role == "user" else "### " + message.role.capitalize() + ":" }}
-{{ message.content }}
-{%- endif -%}
-{%- endfor -%}
-{{ "\\n\\n### Response:\\n" if add_generation_prompt else "" }}"""
-
-
-def choose_columns(documents, tokenizer, text_column, train_on_prompt):
-    """Returns the names of the columns to train on, and prints them. They tell what the rows hold.
-
-    A tuple: a column of text, or one of `INSTRUCTION_COLUMNS`, or ("input_ids",)."""
-    names = documents.column_names
-    texts = []
-    conversations = []  # columns that hold lists of messages
-    for name, feature in documents.features.items():
-        if getattr(feature, "dtype", "").endswith("string"):
-            texts.append(name)
-        elif isinstance(getattr(feature, "feature", None), dict):
-            conversations.append(name)
-
-    if text_column is not None:
-        if text_column not in texts:
-            columns = ", ".join(texts) or "none"
-            fail(f"--text-column {text_column}: the columns of text are {columns}")
-        say(f"training on column {text_column!r}")
-        return (text_column,)
-
-    if "input_ids" in names:
-        return ("input_ids",)
-
-    for columns in INSTRUCTION_COLUMNS:
-        if set(columns) <= set(names):
-            trained_on = "prompts and answers" if train_on_prompt else "the answers"
-            say(f"training on {trained_on} in the columns {', '.join(columns)}")
-            if "text" in texts:
-                say("column 'text' holds prompts with answers (to use it: --text-column text)")
-            # A prompt and a completion that are strings are joined, without a template.
-            needs_template = columns[0] != "prompt" or "prompt" not in texts
-            if needs_template and tokenizer.chat_template is None:
-                set_chat_template(tokenizer)
-            return columns
-
-    if "text" in texts:
-        texts = ["text"]
-    elif conversations:
-        raise ValueError(
-            f"{', '.join(conversations)}: conversations must be in a column called messages, with "
-            "role and content"
-        )
-    if not texts:
-        raise ValueError(f"no column holds text, there are {', '.join(names)}")
-    if len(texts) > 1:
-        raise ValueError(
-            f"several columns hold text: choose one of {', '.join(texts)} with --text-column, or "
-            "call them prompt and completion"
-        )
-    say(f"training on column {texts[0]!r}")
-    return tuple(texts)
-
-
-def set_chat_template(tokenizer):
-    """Gives a tokenizer our chat template, which is then exported with the model."""
-    say("no chat template: '### Instruction:' and '### Response:' are the headings")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    # Some tokenizers begin each text with a special token. A conversation must begin with it, too.
-    if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
-        tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
-
-
-def pack(documents, columns, tokenizer, args):
-    """Turns documents into sequences of `args.seq_length` tokens, a data set with `input_ids`.
-
-    It also has `labels` if they are not the same. Rows that hold tokens are taken as they are."""
-    if columns == ("input_ids",):
-        check_labels(documents)
-        sequences = documents
-    else:
-        packer = Packer(columns, tokenizer, args.seq_length, args.train_on_prompt)
-        old_columns = documents.column_names
-        sequences = documents.map(packer, batched=True, remove_columns=old_columns)
-    columns = [name for name in ("input_ids", "labels") if name in sequences.column_names]
-    return sequences.with_format("torch", columns=columns)
-
-
-def check_labels(documents):
-    """Raises ValueError if padding or labels follow another program's convention, not the one here.
-
-    It looks at the first 1000 rows."""
-    rows = documents.with_format("numpy")[:1000]
-    if "labels" not in rows:
-        if "attention_mask" in rows and np.any(np.equal(rows["attention_mask"], 0)):
-            raise ValueError("attention_mask has zeros, for padding: give labels, with -100 there")
-        return
-    input_ids, labels = rows["input_ids"], rows["labels"]
-    if not input_ids.ndim == labels.ndim == 2 or input_ids.shape != labels.shape:
-        return  # `checksum_of_tokens` says what is wrong
-    is_target = labels != -100
-    if not is_target.any():
-        raise ValueError("labels has no target in the first 1000 rows, all are -100")
-    is_same = (labels == input_ids) | ~is_target
-    is_next = (labels[:, :-1] == input_ids[:, 1:]) | ~is_target[:, :-1]
-    if is_next.all() and not is_same.all():
-        raise ValueError("labels are shifted by one: they must be as input_ids, or -100")
-
-
-class Packer:
-    """Joins the tokens of documents and cuts them into sequences of one length (packing).
-
-    `Dataset.map` calls it with batch after batch of documents. The tokens that do not fill a
-    sequence wait in `leftover` for the next batch. Labels are joined and cut in the same way."""
-
-    def __init__(self, columns, tokenizer, seq_length, train_on_prompt):
-        self.columns = columns
-        self.tokenizer = tokenizer
-        self.seq_length = seq_length
-        self.train_on_prompt = train_on_prompt
-        self.leftover = {}
-
-    def __call__(self, rows):
-        sequences = {}
-        tokenized = tokenize(rows, self.columns, self.tokenizer, self.train_on_prompt)
-        for name, documents in tokenized.items():
-            tokens = self.leftover.get(name, [])
-            for document in documents:
-                tokens += document
-            end = len(tokens) - len(tokens) % self.seq_length
-            self.leftover[name] = tokens[end:]
-            starts = range(0, end, self.seq_length)
-            sequences[name] = [tokens[i : i + self.seq_length] for i in starts]
-        return sequences
-
-
-def tokenize(rows, columns, tokenizer, train_on_prompt):
-    """Token ids of documents. `rows` is a dict that has a list of values for each column.
-
-    Returns {"input_ids": lists of int}, with the end-of-text token after each text. For instruction
-    data there are also "labels": -100 for tokens that are not part of an answer, so that they have
-    no loss."""
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if columns not in INSTRUCTION_COLUMNS:
-        documents = tokenizer([text or "" for text in rows[columns[0]]])["input_ids"]
-        # Some tokenizers add the token themselves.
-        return {"input_ids": [ids if ids[-1:] == eos else ids + eos for ids in documents]}
-
-    tokens = {"input_ids": [], "labels": []}
-    for values in zip(*[rows[name] for name in columns], strict=True):
-        row = dict(zip(columns, values, strict=True))
-        try:
-            examples = list(tokenize_instruction(row, tokenizer, eos))
-        except Exception as error:  # chat templates raise errors of any type
-            raise ValueError(f"a row cannot be read: {error!r}: {row!r:.200}") from None
-        for ids, is_answer in examples:
-            labels = ids
-            if not train_on_prompt:
-                labels = np.where(is_answer, ids, -100).tolist()
-            tokens["input_ids"].append(ids)
-            tokens["labels"].append(labels)
-    return tokens
-
-
-def tokenize_instruction(row, tokenizer, eos):
-    """Yields the token ids of a row, and for each token whether it is part of an answer."""
-    given = []
-    if "messages" in row:
-        messages = clean_messages(row["messages"])
-    elif "instruction" in row:
-        request = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
-        answer = {"role": "assistant", "content": row["output"]}
-        messages = clean_messages([{"role": "user", "content": request}, answer])
-    elif isinstance(row["completion"], list):
-        given = clean_messages(row["prompt"])
-        messages = given + clean_messages(row["completion"])
-    elif row["completion"] is None:
-        return
-    else:
-        # Two strings are joined as they are.
-        text = row["prompt"] + row["completion"]
-        answers = [(len(row["prompt"]), len(text))]
-        ids, is_answer = tokenize_answers(text, answers, tokenizer)
-        if ids[-1:] == eos:
-            ids, is_answer = ids[:-1], is_answer[:-1]
-        yield ids + eos, is_answer + [True] * len(eos)
-        return
-    yield from tokenize_conversation(messages, len(given), tokenizer)
-
-
-def clean_messages(messages):
-    """Messages as chat templates want them: no missing values, and one text as the content.
-
-    `datasets` gives each message all keys that any message has, with None for those it lacks."""
-    cleaned = []
-    for message in messages or []:
-        message = {key: value for key, value in message.items() if value is not None}
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(part["text"] for part in message["content"])
-        if message.keys() - {"role"}:  # otherwise it says nothing
-            cleaned.append(message)
-    return cleaned
-
-
-def tokenize_conversation(messages, num_given, tokenizer):
-    """Yields the token ids of a conversation, and for each token whether it is part of an answer.
-
-    The answers are what the assistant says, but not in the first `num_given` messages."""
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    template = tokenizer.get_chat_template()
-    if re.search(r"\{%-?\s*generation\b", template):
-        # The template marks what the assistant has to write.
-        [text], [answers] = render_jinja_template(
-            [messages],
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-        end_of_given = len(render(messages[:num_given])) if num_given > 0 else 0
-        answers = [(start, end) for start, end in answers if start >= end_of_given]
-        if answers:
-            yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-        return
-
-    # Otherwise an answer is what the template adds when the answer is added to the messages. Some
-    # templates write an answer differently when a question follows it, for example without the
-    # reasoning. Then the messages up to each answer are an example of their own.
-    text, answers = "", []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i >= max(1, num_given):
-            prompt = render(messages[:i], add_generation_prompt=True)
-            longer_text = render(messages[: i + 1])
-            if not longer_text.startswith(text):
-                yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-                answers = []
-            text = longer_text
-            # The prompt may end in what this answer does not have, such as <think>.
-            start = len(os.path.commonprefix([prompt, text]))
-            answers.append((start, len(text)))
-    if answers:
-        yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-
-
-def tokenize_answers(text, answers, tokenizer, **options):
-    """Token ids of a text, and for each whether it is in one of `answers`, ranges of characters."""
-    tokens = tokenizer(text, return_offsets_mapping=True, **options)
-    ends = np.array([end for _, end in tokens["offset_mapping"]])  # of each token, in the text
-    is_answer = np.zeros(len(ends), bool)
-    for start, end in answers:
-        is_answer |= (start < ends) & (ends <= end)
-    return tokens["input_ids"], is_answer.tolist()
-
-
-def contents_of(args, config, tokenizer, train_data, eval_data):
-    """Identifies model and data by their content, not by name: a dict for the checkpoint."""
-    # What does not change the training is left out, such as versions and paths.
-    left_out = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
-    left_out += ("id2label", "label2id", "problem_type", "return_dict", "output_attentions")
-    left_out += ("output_hidden_states", "chunk_size_feed_forward", "pretraining_tp")
-    config_values = json.loads(config.to_json_string(use_diff=False))
-    vocabulary = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id]
+    if len(formats) != 1:
+        found = ", ".join(sorted(formats)) or "none of these"
+        fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
+    if unread:
+        say(f"--dataset-name {path}: not read: {', '.join(unread)}")
+    [name] = formats
+    options = {"sample_by": "document"} if name == "text" else {}  # else a document is a line
     return {
-        "config": {k: v for k, v in config_values.items() if k not in left_out},
-        "tokenizer": zlib.crc32(json.dumps(vocabulary).encode()),
-        "training data": checksum_of_tokens(train_data, args.seq_length, config.vocab_size),
-        "evaluation data": checksum_of_tokens(eval_data, args.seq_length, config.vocab_size),
+        split: datasets.load_dataset(name, data_files=files, split="train", **options)
+        for split, files in splits.items()
     }
 
 
-def checksum_of_tokens(data, seq_length, vocab_size):
-    """Returns a CRC-32 checksum of all tokens and labels. Raises ValueError if one is wrong.
+def choose_column(args, names):
+    """Returns the column to train on: tokens, such as those of prepare.py, or a text."""
+    column = args.text_column or ("input_ids" if "input_ids" in names else "text")
+    advice = ""
+    if CHAT_COLUMNS & set(names):
+        command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
+        command += ["-d", args.dataset_name, "-o", "prepared"]
+        if args.seq_length:
+            command += ["-s", str(args.seq_length)]
+        advice = f"; to train on answers: {shlex.join(command)}, and then -d prepared"
 
-    A thousand rows at a time, as Arrow stores them: with lists of Python it takes much longer."""
-    checksum = 0
-    data = data.with_format("arrow", columns=data.format["columns"])
-    for number, table in enumerate(data.iter(batch_size=1000)):
-        for name in table.column_names:
-            column = table[name].combine_chunks()
-            token_type = getattr(column.type, "value_type", None)  # None: these are no lists
-            is_right = token_type is not None and pa.types.is_integer(token_type)
-            if is_right:
-                # A row that is null has the length NaN, and a token that is null has the value NaN.
-                lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-                tokens = column.flatten().to_numpy(zero_copy_only=False)
-                is_token = (tokens >= 0) & (tokens < vocab_size)
-                if name == "labels":
-                    is_token |= tokens == -100
-                is_right = (lengths == seq_length).all() and is_token.all()
-            if not is_right:
-                find_mistake(name, column.to_pylist(), 1000 * number, seq_length, vocab_size)
-            checksum = zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int64), checksum)
-    return checksum
+    if column not in names:
+        columns = ", ".join(names)
+        fail(f"no column is called {column}: choose one of {columns} with --text-column{advice}")
+    if advice and column == "text":
+        say(f"training on the column text, prompts included{advice}")
+    return column
 
 
-def find_mistake(name, rows, first_row, seq_length, vocab_size):
-    """Raises ValueError for the first of the rows that is wrong, see `checksum_of_tokens`."""
-    for number, tokens in enumerate(rows, first_row):
-        if not isinstance(tokens, list):
-            raise ValueError(f"row {number} of {name} is not a list of tokens: {tokens!r:.50}")
-        if len(tokens) != seq_length:
-            counts = f"{len(tokens)} tokens, --seq-length is {seq_length}"
-            raise ValueError(f"row {number} of {name} has {counts}")
-        for token in tokens:
-            is_label = name == "labels" and token == -100
-            if type(token) is not int or not (is_label or 0 <= token < vocab_size):
-                tokens_of_model = f"the model has tokens from 0 to {vocab_size - 1}"
-                raise ValueError(f"row {number} of {name} has {token!r:.50}, {tokens_of_model}")
+def pack(documents, column, tokenizer, seq_length):
+    """Turns documents into sequences of `seq_length` tokens, a data set with `input_ids`.
+
+    Rows that hold tokens are taken as they are. They may also have `labels`: -100 for a token that
+    has no loss, such as one of a prompt or of padding, else the same token."""
+    names = documents.column_names
+    if column == "input_ids":
+        if "labels" not in names and "attention_mask" in names:
+            has_padding = any(0 in mask for mask in documents["attention_mask"])
+            if has_padding:
+                fail("attention_mask has zeros, for padding: give labels, with -100 there")
+        columns = [name for name in ("input_ids", "labels") if name in names]
+        return documents.select_columns(columns).with_format("torch")
+    cut = partial(join_and_cut, tokenizer=tokenizer, seq_length=seq_length)
+    sequences = documents.map(cut, batched=True, input_columns=[column], remove_columns=names)
+    return sequences.with_format("torch")
 
 
-def check_memory(config, attn, num_shards, device):
-    """Ends the run if a model is too large to be trained here, before it is built.
+def join_and_cut(texts, tokenizer, seq_length):
+    """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    Its state takes 16 bytes for each parameter: the parameter, its gradient and the two moments of
-    Adam, 4 bytes each. A process keeps 1 / num_shards of it. Activations come on top."""
-    with torch.device("meta"):  # a model without values, to count the parameters
-        model = load_model(config, None, attn, 0)
-    needed = 16 * model.num_parameters() / num_shards
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if needed > memory:
-        sizes = f"{needed / 1e9:,.0f} GB with gradients and optimizer, a process has"
-        advice = "split them over more processes (03-fsdp)"
-        name = config.name_or_path or "tiny"
-        fail(
-            f"--model-name {name}: {model.num_parameters():,} parameters take {sizes} "
-            f"{memory / 1e9:,.0f} GB; {advice}"
-        )
+    `Dataset.map` calls it with a thousand texts at a time. The end-of-text token follows each text.
+    The last tokens, which do not fill a sequence, are left out."""
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    tokens = []
+    for text_tokens in tokenizer([text or "" for text in texts])["input_ids"]:
+        tokens += text_tokens
+        if text_tokens[-1:] != eos:  # some tokenizers add the token themselves
+            tokens += eos
+    starts = range(0, len(tokens) - seq_length + 1, seq_length)
+    return {"input_ids": [tokens[i : i + seq_length] for i in starts]}
+
+
+def check_data(args, config, train_data, eval_data):
+    """Ends the run if it cannot train on these data. Returns what identifies the experiment.
+
+    This dict is saved: a run that is resumed must have the same model and data, whatever their
+    names. So it holds checksums, under the names of the flags that they belong to."""
+    if len(train_data) < args.global_batch_size or len(eval_data) == 0:
+        size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
+        fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
+
+    values = {**config.to_diff_dict(), "_name_or_path": None, "transformers_version": None}
+    tokens_crc = 0
+    for data in (train_data, eval_data):
+        tokens_crc = check_tokens(data, args.seq_length, config.vocab_size, tokens_crc)
+    return {
+        "--seq-length": args.seq_length,
+        "--seed": args.seed,
+        "--global-batch-size": args.global_batch_size,
+        "--model-name (CRC-32 of its config)": zlib.crc32(json.dumps(values).encode()),
+        "--dataset-name (CRC-32 of its tokens)": tokens_crc,
+    }
+
+
+def check_tokens(data, seq_length, vocab_size, crc):
+    """Ends the run if a sequence has a wrong length or a token that the model does not have.
+
+    Otherwise such a token would end it in the middle of the training. Returns the CRC-32 checksum
+    of all tokens and labels, continued from `crc`."""
+    for rows in data.with_format("numpy").iter(batch_size=1000):
+        for name, tokens in rows.items():
+            if tokens.shape[1:] != (seq_length,):  # of rows of several lengths it is ()
+                lengths = sorted({np.size(row) for row in tokens})
+                fail(f"--seq-length {seq_length}: the rows of {name} have {lengths[:3]} tokens")
+            is_token = (tokens >= 0) & (tokens < vocab_size)
+            if name == "labels":
+                is_token |= tokens == -100
+            if not is_token.all():
+                wrong = tokens[~is_token][0]
+                fail(f"{name} has the token {wrong}, the model has those below {vocab_size}")
+            crc = zlib.crc32(tokens.astype(np.int64), crc)
+    return crc
 
 
 def load_model(config, weights, attn, seed):
     """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
     torch.manual_seed(seed)
     options = {
-        "attn_implementation": None if attn == "auto" else attn,  # None: PyTorch's own, mostly
+        "attn_implementation": None if attn == "auto" else attn,  # None: sdpa, if it has that
         "dtype": torch.float32,
-        "trust_remote_code": False,
     }
     if weights is None:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
@@ -1189,841 +916,102 @@ def load_model(config, weights, attn, seed):
     )
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
-    return model.train()
+    return model.train()  # from_pretrained returns it in evaluation mode
 
 
-def find_weights(model, name):
-    """Returns a pretrained model's safetensors files, and how to turn them into parameters.
+def send_weights(model, full_weights, device, cpu_offload):
+    """Gives all ranks their shards of `full_weights`, a state dict that has values on rank 0 only.
 
-    The tensors in the files may have other names than the parameters, or be parts of them: the
-    conversions of transformers describe this. The list of files is empty if there are none, if
-    `name` is None, or if a rank could not tell which part of a file its shard is."""
-    conversions = get_model_conversion_mapping(model)
-    for conversion in conversions:
-        for operation in getattr(conversion, "operations", []):
-            # A shard has some of the rows (dimension 0). It can be read if the operation turns each
-            # tensor (an expert) into a row, or leaves the order of the rows as it is.
-            keeps_rows = isinstance(operation, Concatenate) and operation.dim > 0
-            if not isinstance(operation, MergeModulelist) and not keeps_rows:
-                return [], conversions
-    if name is None or hasattr(model.config, "quantization_config"):
-        return [], conversions
-
-    find = partial(cached_file, name, _raise_exceptions_for_missing_entries=False)
-    files = [find("model.safetensors")]
-    index = find("model.safetensors.index.json")
-    if files == [None] and index is not None:
-        names = set(json.loads(Path(index).read_text())["weight_map"].values())
-        files = [cached_file(name, file) for file in sorted(names)]
-    return [file for file in files if file is not None], conversions
-
-
-def read_shards(model, name, files, conversions, device):
-    """Reads the values of this rank's shards, as fp32, from safetensors files."""
-    # Without this, transformers reads with several threads, which takes more memory.
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    On the other ranks the model is still on the meta device. There `to_empty` gives its tensors
+    storage, with arbitrary values, which are replaced by what rank 0 sends."""
     if dist.get_rank() > 0:
-        transformers.logging.disable_progress_bar()
-    options = LoadStateDictConfig(
-        dtype=torch.float32, device_map={"": device}, weight_mapping=conversions
-    )
-    tensors = {}
-    for path in files:
-        file = safe_open(path, framework="pt")
-        tensors.update({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
-    # This is what from_pretrained calls. Of a DTensor it reads the part that this rank has.
-    convert_and_load_state_dict_in_model(model, tensors, options)
-    model.tie_weights()  # such as the output layer, if it has the weights of the embeddings
-
-    for key in [name for name, _ in model.named_parameters()]:
-        parameter = model.get_parameter(key)
-        # If a parameter has fewer rows than there are ranks, the last ranks have no rows to read.
-        if parameter.is_meta and parameter.to_local().numel() == 0:
-            shard = torch.empty_like(parameter, device=device)
-        elif parameter.is_meta:
-            fail(f"--model-name {name}: it lacks weights for {key}")
-        else:
-            # A DTensor is always created on the GPU. With --cpu-offload it must be on the CPU.
-            # It may be a view of a larger tensor. Stage 05 could not save that, so it is copied.
-            shard = parameter.detach().to(device, copy=True)
-        owner, _, attribute = key.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, torch.nn.Parameter(shard))
-    model.tie_weights()  # again, because the parameters are new
-
-
-def fill_from_rank_0(model, full_model, device):
-    """Copies the weights of `full_model`, which only rank 0 has, to the shards of all ranks.
-
-    It would be shorter to call reset_parameters() on each rank. But its random weights are not
-    those that transformers gives to this architecture."""
-    model.to_empty(device=device)
-    weights = full_model.state_dict() if full_model is not None else {}
+        model.to_empty(device="cpu" if cpu_offload else device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=options)
-
-
-def fill_buffers(model, device):
-    """Computes the buffers that no file has, such as the frequencies of rotary embeddings."""
-    computed = dict(model.named_non_persistent_buffers())
-    for name, buffer in list(model.named_buffers()):
-        has_values = name not in computed and not buffer.is_meta
-        buffer = buffer.to(device) if has_values else torch.empty_like(buffer, device=device)
-        buffer._is_hf_initialized = has_values
+    set_model_state_dict(model, full_weights, options=options)
+    # A state dict lacks some buffers, such as the frequencies of rotary embeddings.
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         owner, _, key = name.rpartition(".")
+        buffer = buffer.to(device)
+        dist.broadcast(buffer, src=0)
         setattr(model.get_submodule(owner), key, buffer)
-
-    # initialize_weights skips tensors that this attribute marks as already having their values.
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True
-    model.initialize_weights()
-
-
-class GradientCompressor:
-    """Averages gradients over the replicas of the model: a hook for FSDP's all-reduce.
-
-    FSDP calls it with one module's gradient at a time, this rank's shard of it, (n,) fp32. What
-    the replicas send depends on `mode`:
-    - none: all values in fp32, by an all-reduce of PyTorch's,
-    - bf16, int8, int4: all values, rounded,
-    - randk: `keep_ratio` of the values of each chunk, at random indices, rounded to `wire_dtype`,
-    - dct: the same for the spectrum of each chunk (discrete cosine transform).
-    What is not sent in randk and dct counts as 0. `lap` is RunLog.lap."""
-
-    def __init__(self, group, mode, keep_ratio, chunk, wire_dtype, is_compiled, cpu_offload, lap):
-        self.group = group
-        self.mode = mode
-        self.chunk = chunk
-        self.num_kept = max(1, round(keep_ratio * chunk))
-        self.wire_dtype = wire_dtype if mode in ("randk", "dct") else mode
-        self.encode, self.decode = encode, decode
-        if is_compiled:
-            self.encode = torch.compile(encode, dynamic=False)
-            self.decode = torch.compile(decode, dynamic=False)
-        self.cpu_offload = cpu_offload
-        self.lap = lap
-        self.is_last = True  # whether the micro-batch is the last one of its step
-        self.sums = {}  # the gradients of the micro-batches before, by module
-
-    def start_step(self, step, device):
-        """Chooses the indices of this step, and counts its bytes from zero.
-
-        All replicas must send the same indices, or their values could not be averaged. The indices
-        change in each step, or some parameters would never be trained (arXiv:1610.05492)."""
-        generator = torch.Generator().manual_seed(step)
-        indices = torch.randperm(self.chunk, generator=generator)[: self.num_kept]
-        self.indices = indices.to(device, non_blocking=True)
-        self.bytes_sent = 0.0
-        self.bytes_uncompressed = 0.0
-
-    def ratio(self):
-        """Bytes that this step would send without compression, divided by those that it sent."""
-        return self.bytes_uncompressed / self.bytes_sent if self.bytes_sent else 1.0
-
-    def __call__(self, module, gradient):
-        """Adds the gradients of earlier micro-batches. In the last one, averages over the replicas.
-
-        Both change `gradient` in place."""
-        self.lap("backward")  # the time since the last lap was spent on the backward pass
-
-        # FSDP made the gradient in another CUDA stream, which may reuse its memory as soon as
-        # nothing refers to it. `record_stream` delays that until this stream is done with it.
-        if gradient.is_cuda and (not self.is_last or self.cpu_offload):
-            gradient.record_stream(torch.cuda.current_stream())
-
-        if module in self.sums:
-            gradient += self.sums.pop(module)
-        if not self.is_last:
-            self.sums[module] = gradient
-            return
-
-        replicas = self.group.size()
-        bytes_uncompressed = 2 * (replicas - 1) / replicas * gradient.nbytes
-        self.bytes_uncompressed += bytes_uncompressed
-        if self.mode == "none":
-            self.bytes_sent += bytes_uncompressed
-            dist.all_reduce(gradient, group=self.group)
-            gradient.div_(replicas)
-            return
-
-        if self.mode in ("randk", "dct"):
-            mean = self.average_subset(gradient)
-        else:
-            mean = self.average_all(gradient)
-        gradient.copy_(mean)
-        self.lap("encode")
-
-    def average_subset(self, gradient):
-        """The mean of the values at `self.indices` of each chunk, 0 elsewhere: (n,) fp32."""
-        rows = pad(gradient, self.chunk).view(-1, self.chunk)
-        if self.mode == "dct":
-            rows = rows @ dct_basis(self.chunk, gradient.device).T
-
-        # The indices are shifted from chunk to chunk. Otherwise, if the rows of a matrix are as
-        # long as a chunk, some columns would be sent whole and others not at all. The number comes
-        # from Knuth's multiplicative hashing: it spreads the shifts evenly over the chunk.
-        row_numbers = torch.arange(len(rows), device=rows.device)[:, None]
-        indices = (self.indices + (row_numbers * 2654435761 >> 16)) % self.chunk
-
-        sent = rows.gather(1, indices).flatten()
-        # If any value is NaN or infinite, everything that is sent becomes NaN. Otherwise such a
-        # value would go unnoticed if it is among those that are not sent.
-        sent = sent + 0 * gradient.sum()
-        mean = self.average_all(sent).view_as(indices)
-        rows = torch.zeros_like(rows).scatter_(1, indices, mean)
-        if self.mode == "dct":
-            rows = rows @ dct_basis(self.chunk, gradient.device)
-        return rows.flatten()[: len(gradient)]
-
-    def average_all(self, values):
-        """The mean over the replicas of `values`, (n,) fp32, sent as `self.wire_dtype`.
-
-        An all-reduce would add up the encoded values: sums of integers would overflow, and sums in
-        bf16 would be rounded. So each rank receives one part of the values from all others, decodes
-        it, averages it in fp32, and sends the mean to all. These are the two phases of a ring
-        all-reduce, reduce-scatter and all-gather, and they send as many values."""
-        replicas = self.group.size()
-        rows = self.encode(pad(values, ROW_LENGTH * replicas), self.wire_dtype)
-        parts = torch.empty_like(rows)
-        self.lap("encode")
-
-        dist.all_to_all_single(parts, rows, group=self.group)
-        self.lap("communicate")
-
-        mean = self.decode(parts, self.wire_dtype).view(replicas, -1).mean(0)
-        mean = self.encode(mean, self.wire_dtype)
-        self.lap("encode")
-
-        all_gather_into_tensor(rows, mean, group=self.group)
-        self.lap("communicate")
-
-        self.bytes_sent += 2 * (replicas - 1) / replicas * rows.nbytes
-        return self.decode(rows, self.wire_dtype)[: len(values)]
-
-
-def pad(values, multiple):
-    """`values`, (n,), followed by zeros if n is not a multiple of `multiple`."""
-    padding = -len(values) % multiple
-    return F.pad(values, (0, padding)) if padding > 0 else values
-
-
-@cache
-def dct_basis(chunk, device):
-    """The orthonormal DCT-II as a matrix, (chunk, chunk) fp32: a row for each frequency.
-
-    Its transpose is its inverse. Source: Ahmed, Natarajan, Rao: Discrete Cosine Transform. IEEE
-    Transactions on Computers, 1974."""
-    n = torch.arange(chunk, dtype=torch.float64)
-    basis = (2 / chunk) ** 0.5 * torch.cos(torch.pi / chunk * (n + 0.5) * n[:, None])
-    basis[0] /= 2**0.5
-    return basis.float().to(device)
-
-
-def encode(values, dtype):
-    """Encodes fp32 values, (n,), as uint8, a row of bytes for each ROW_LENGTH values.
-
-    n must be a multiple of ROW_LENGTH. Integers are multiples of their row's `scale`, an fp32
-    number that is stored after them: the largest magnitude in the row, divided by the largest
-    integer. If a value is not finite, the scale is not, and neither is what `decode` returns."""
-    rows = values.view(-1, ROW_LENGTH)
-    if dtype in WIRE_FLOATS:
-        return rows.to(WIRE_FLOATS[dtype]).view(torch.uint8)
-
-    scale = rows.abs().amax(dim=1, keepdim=True) / WIRE_INTEGERS[dtype]
-    scale.clamp_(min=torch.finfo(torch.float32).tiny)  # of a row of zeros
-    integers = (rows / scale).round().to(torch.int8)
-    if dtype == "int4":
-        integers = integers[:, ::2] << 4 | integers[:, 1::2] & 15  # two in a byte
-    return torch.cat([integers.view(torch.uint8), scale.view(torch.uint8)], dim=1)
-
-
-def decode(rows, dtype):
-    """The values, (n,) fp32, of rows from `encode`."""
-    if dtype in WIRE_FLOATS:
-        return rows.view(WIRE_FLOATS[dtype]).float().flatten()
-
-    integers = rows[:, :-4].view(torch.int8)
-    scale = rows[:, -4:].contiguous().view(torch.float32)
-    if dtype == "int4":
-        # >> keeps the sign, so << 4 >> 4 gives the low half its sign.
-        integers = torch.stack([integers >> 4, integers << 4 >> 4], dim=2).flatten(1)
-    return (integers * scale).flatten()
-
-
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def check_causal(model, seq_length, device):
-    """Ends the run if a token changes what the model predicts before it.
-
-    A model that reads in both directions, such as BERT, sees the token that it has to predict. Its
-    loss becomes very small, but the model still cannot generate text."""
-    half = seq_length // 2
-    vocab_size = model.config.vocab_size
-    tokens = torch.arange(seq_length)[None] % vocab_size
-    other_tokens = tokens.clone()
-    other_tokens[:, half:] = (other_tokens[:, half:] + 1) % vocab_size
-    logits = model(input_ids=tokens.to(device), use_cache=False).logits[:, :half]
-    same_logits = model(input_ids=tokens.to(device), use_cache=False).logits[:, :half]
-    other_logits = model(input_ids=other_tokens.to(device), use_cache=False).logits[:, :half]
-    # FSDP frees parameters in the backward pass, and here is none.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-    # The same numbers in the same shapes are rounded alike, but not in a mixture of experts, where
-    # the shapes depend on how many tokens an expert gets. And kernels of a GPU might add in another
-    # order each time: then the same tokens do not give the same logits either.
-    has_experts = any("experts" in name for name, _ in model.named_modules())
-    tolerance = (0.1 if has_experts else 1e-5) * logits.abs().max()
-    tolerance += 10 * (logits - same_logits).abs().max()
-    if (logits - other_logits).abs().max() > tolerance:
-        problem = "not causal: a token changes what the model predicts before that token"
-        fail(f"--model-name {model.config.name_or_path}: {problem}")
-
-
-def flops_per_token(model, seq_length):
-    """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
-
-    N is the number of parameters. An input embedding does not count, unless it is also the output
-    layer. The second term is attention without its causal mask: L layers, H heads of D dimensions,
-    sequences of T tokens.
-    Source: PaLM, arXiv:2204.02311, appendix B."""
-    config = model.config
-    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    output_layer = model.get_output_embeddings()
-    if output_layer is not None:
-        embeddings.discard(output_layer.weight)
-    parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
-
-    heads = getattr(config, "num_attention_heads", 0)
-    head_dim = vars(config).get("head_dim")
-    if head_dim is None and heads > 0:
-        head_dim = config.hidden_size / heads
-    attention = 12 * config.num_hidden_layers * heads * (head_dim or 0) * seq_length
-    return 6 * parameters + attention
-
-
-def peak_flops(device_name):
-    """Peak FLOP/s of a device, or 0 if it is unknown: then MFU is not logged."""
-    for name, peak in PEAK_FLOPS.items():
-        if name in device_name:
-            return peak
-    return 0
-
-
-def share_of_rank(indices):
-    """Returns this rank's part of `indices`, and how many of its entries count.
-
-    The backward pass contains collectives, for which all ranks wait. So every rank needs the same
-    number of micro-batches. If the indices cannot be divided equally, the last ranks get one more
-    sequence that does not count: its targets are all -100, so it adds nothing to the loss."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    share = list(indices[rank::world_size])
-    num_real = len(share)
-    if num_real < math.ceil(len(indices) / world_size):
-        share.append(indices[0])
-    return share, num_real
-
-
-def make_micro_batches(data, indices, batch_size, device):
-    """Loads this rank's share of the sequences with these indices, in micro-batches.
-
-    Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
-    number of targets, a CPU tensor. targets[:, i] is the token that follows input_ids[:, i], or
-    -100 where the loss leaves it out."""
-    share, num_real = share_of_rank(indices)
-    micro_batches = []
-    num_targets = torch.tensor(0)
-    for first in range(0, len(share), batch_size):
-        rows = data[share[first : first + batch_size]]
-        input_ids = rows["input_ids"]
-        labels = rows.get("labels", input_ids)
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
-        targets[num_real - first :] = -100  # of the sequence that does not count
-        num_targets += (targets != -100).sum()
-
-        # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
-        if device.type == "cuda":
-            input_ids = input_ids.pin_memory().to(device, non_blocking=True)
-            targets = targets.pin_memory().to(device, non_blocking=True)
-        micro_batches.append((input_ids, targets))
-    return micro_batches, num_targets
-
-
-def loss_sum(model, input_ids, targets, cross_entropy):
-    """The sum of the loss over all targets, in nats: a scalar on the device.
-
-    `cross_entropy` is `sum_cross_entropy`, compiled or not."""
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    return cross_entropy(logits, targets)
-
-
-def sum_cross_entropy(logits, targets):
-    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-
-
-# "force_eager" runs compiled blocks as if they were not compiled. Otherwise torch.compile would
-# compile them again for this function, because without gradients they need other code.
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def evaluate(model, data, batch_size, device):
-    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
-
-    There is no model.eval(): dropout is 0 in training too."""
-    micro_batches, num_targets = make_micro_batches(data, range(len(data)), batch_size, device)
-    total = torch.zeros((), device=device)
-    for input_ids, targets in micro_batches:
-        total += loss_sum(model, input_ids, targets, sum_cross_entropy)
-    model.reshard()  # the root module stays gathered until a backward pass, and here is none
-    dist.all_reduce(total)
-    dist.all_reduce(num_targets)
-    loss = (total.cpu().double() / num_targets).item()  # NaN if there is no target
-    return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
-
-
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def sample(model, tokens, start, device):
-    """Replaces tokens[start:], of shape (T,), by tokens sampled from the model."""
-    tokens = tokens[None].clone()
-    generator = torch.Generator().manual_seed(0)
-    for i in range(start, tokens.shape[1]):
-        # The whole sequence each time, so that the shape stays the same. The old tokens after i do
-        # no harm: attention is causal.
-        logits = model(input_ids=tokens.to(device), use_cache=False).logits
-        logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
-        probabilities = logits.nan_to_num().softmax(0)  # NaN, if training has diverged
-        tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-    model.reshard()  # as in `evaluate`
-    return tokens[0]
-
-
-def choose_prompt(sequence, length):
-    """Returns tokens for `sample`, of shape (T,), and how many of them are the prompt.
-
-    For a text, the prompt is its first 32 tokens. For instruction data, it ends where an answer
-    begins. At most `length` tokens follow the prompt."""
-    input_ids = sequence["input_ids"]
-    start = min(32, len(input_ids) // 2)
-    if "labels" in sequence:
-        is_target = sequence["labels"] != -100
-        answers = (is_target[1:] & ~is_target[:-1]).nonzero()
-        if len(answers) > 0:
-            start = answers[0].item() + 1
-    return input_ids[: start + length], start
-
-
-def say_what_is_left(run_dir):
-    """Says where the trained model is, or how to keep that of the next run."""
-    if run_dir is None:
-        say("nothing was kept: with -e NAME a run is saved, and the same command resumes it")
-        return
-    folder = (run_dir / "final_model").resolve()
-    say(f'to load the model: transformers.AutoModelForCausalLM.from_pretrained("{folder}")')
 
 
 def parse_args():
-    """Returns the flags: from the command line, else from the run's checkpoint, else defaults."""
+    """Returns the flags of the command line. @FILE stands for flags in a file, one on each line."""
     parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags], see --help",
         fromfile_prefix_chars="@",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.convert_arg_line_to_args = shlex.split  # @FILE reads flags from a file
-    parser.error = partial(report_mistake, parser)
-    # A switch has two forms, such as --compile and --no-compile. Without either it is None.
-    switch = {"action": argparse.BooleanOptionalAction}
-    parser.set_defaults(from_scratch=False, train_on_prompt=False)
+    switch = {"action": "store_true"}
+    outputs = str(ROOT / "outputs")
 
     add = parser.add_argument_group("run").add_argument
-    name_help = "save the run in SAVE_DIR/NAME, and resume it there"
-    add("-e", "--experiment-name", type=one_line, help=name_help)
-    add(
-        "--timeout",
-        type=in_range(int, lambda value: 0 < value <= 604_800, "from 1 to 604800, a week"),
-        default=600,
-        help="seconds until a waiting collective fails, default: %(default)s",
-    )
-    folder_help = "folder for all runs, default: %(default)s"
-    add("--save-dir", type=one_line, default=str(ROOT / "outputs"), help=folder_help)
-    seed_help = "of the order of the data and of random weights, default: %(default)s"
-    add("--seed", type=zero_or_more(int), default=0, help=seed_help)
-    add("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    add("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
-    add(
-        "--export-dtype",
-        choices=tuple(DTYPES),
-        default="fp32",
-        help="of the weights in final_model, default: %(default)s",
-    )
-    log_help = "steps between log lines, default: %(default)s"
-    add("--log-freq", type=positive(int), default=10, help=log_help)
-    checkpoint_help = "steps between checkpoints, default: %(default)s"
-    add("--ckpt-freq", type=positive(int), default=500, help=checkpoint_help)
-    keep_help = "how many of the newest checkpoints to keep, default: %(default)s"
-    add("--keep-checkpoints", type=positive(int), default=2, help=keep_help)
-    add("--comet-project-name", type=one_line, default="train-llm", help="default: %(default)s")
-    add("--comet-workspace", type=one_line, help="default: the one of your account")
-    add("--comet-offline", help="archives to upload later; needs no account", **switch)
+    add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
+    add("--save-dir", default=outputs, help="folder for all runs")
+    add("--seed", type=int, default=0, help="of the order of the data and of random weights")
+    add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
+    add("--dtype", choices=tuple(DTYPES), help="None: bf16 on a GPU, fp32 on a CPU")
+    add("--timeout", type=int, default=600, help="seconds until a waiting collective fails")
+    add("--export-dtype", choices=tuple(DTYPES), default="fp32", help="of the final model")
+    add("--log-freq", type=int, default=10, help="steps between log lines")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
+    add("--comet-project-name", default="train-llm", help="where the run is shown")
+    add("--comet-workspace", help="None: the one of your account")
+    add("--comet-offline", help="an archive to upload later; needs no account", **switch)
 
     add = parser.add_argument_group("model and data").add_argument
-    model_help = "tiny, a hub id, or a folder, default: %(default)s"
-    add("-m", "--model-name", type=one_line, default="tiny", help=model_help)
+    add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
     add("--from-scratch", help="take the architecture only, not the weights", **switch)
-    attn_help = "a name that transformers knows, default: %(default)s, PyTorch's own"
-    add("--attn", type=one_line, default="auto", help=attn_help)
+    add("--attn", default="auto", help="a name that transformers knows, auto: PyTorch's own")
     add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
-    add(
-        "--no-reshard-after-forward",
-        "--keep-gathered",
-        action="store_true",
-        help="gather parameters once a step: faster, more memory",
-    )
-    opposite = {"dest": "no_reshard_after_forward", "action": "store_false"}
-    add("--reshard-after-forward", help="the opposite, and the default", **opposite)
-    add("--compile", help="torch.compile blocks and loss; default: on a GPU", **switch)
-    data_help = "dummy, a hub id, a file, or a folder, default: %(default)s"
-    add("-d", "--dataset-name", type=one_line, default="python-docs", help=data_help)
-    add("--dataset-subset", type=one_line, help="the configuration of a data set on the hub")
-    column_help = "train on this column, default: found by the names of the columns"
-    add("--text-column", type=one_line, help=column_help)
-    prompt_help = "of instruction data, train on the prompts too, default: on the answers only"
-    add("--train-on-prompt", help=prompt_help, **switch)
-    length_help = "tokens of a sequence, default: 1024, or the model's limit"
-    add("-s", "--seq-length", type=positive(int), help=length_help)
-    batch_help = "sequences of a micro-batch, default: %(default)s"
-    add("-b", "--batch-size", type=positive(int), default=8, help=batch_help)
-    global_help = "sequences of an optimizer step, default: %(default)s"
-    add("--global-batch-size", type=positive(int), default=32, help=global_help)
-    eval_help = "steps between evaluations, default: %(default)s, only at the end"
-    add("--eval-freq", type=zero_or_more(int), default=0, help=eval_help)
-    sequences_help = "how many to evaluate at most, default: %(default)s"
-    add("--eval-sequences", type=positive(int), default=256, help=sequences_help)
+    add("--no-reshard-after-forward", help="gather once a step: faster, more memory", **switch)
+    add("--compile", help="torch.compile blocks and loss, also on a CPU", **switch)
+    add("--no-compile", help="do not compile, not on a GPU either", **switch)
+    data_help = "python-docs, dummy, a hub id, a file, or a folder"
+    add("-d", "--dataset-name", default="python-docs", help=data_help)
+    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--text-column", help="train on this column, None: input_ids or text")
+    length_help = "tokens of a sequence, None: 1024, or the model's limit"
+    add("-s", "--seq-length", type=int, help=length_help)
+    add("-b", "--batch-size", type=int, default=8, help="sequences of a micro-batch")
+    add("--global-batch-size", type=int, default=32, help="sequences of an optimizer step")
+    add("--eval-freq", type=int, default=0, help="steps between evaluations, 0: only at the end")
+    add("--eval-sequences", type=int, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization").add_argument
-    epochs_help = "passes over the training data, default: %(default)s"
-    add("--num-epochs", type=positive(int), default=3, help=epochs_help)
-    add("--max-steps", type=positive(int), help="end the run here, default: after --num-epochs")
-    lr_help = "learning rate, default: 1e-3 from scratch, 2e-5 with loaded weights"
-    add("--lr", type=positive(float), help=lr_help)
+    add("--num-epochs", type=int, default=3, help="passes over the training data")
+    add("--max-steps", type=int, help="end the run here, None: after --num-epochs")
+    add("--lr", type=float, help="learning rate, None: 1e-3, or 2e-5 with loaded weights")
     schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
-    scheduler_help = "default: %(default)s"
-    add("--lr-scheduler", choices=schedulers.split(), default="cosine", help=scheduler_help)
-    add("--warmup-steps", type=zero_or_more(int), help="default: a tenth of the run, at most 100")
-    decay_help = "of matrices only, default: %(default)s"
-    add("--weight-decay", type=zero_or_more(float), default=0.01, help=decay_help)
-    add("--max-grad-norm", type=positive(float), default=1.0, help="default: %(default)s")
+    add("--lr-scheduler", choices=schedulers.split(), default="cosine", help="shape of the curve")
+    add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
+    add("--weight-decay", type=float, default=0.01, help="of matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
 
-    add = parser.add_argument_group("gradients between replicas").add_argument
-    add("--shard-size", type=positive(int), help="processes per replica, default: those of a node")
-    modes = ("none", "bf16", "int8", "int4", "randk", "dct")
-    mode_help = "every mode except none loses precision, default: %(default)s"
-    add("--compression", choices=modes, default="int8", help=mode_help)
-    keep_help = "the part of the values that randk and dct send, default: %(default)s"
-    add("--keep-ratio", "--keep", "--dct-keep", type=positive(float), default=0.5, help=keep_help)
-    chunks = {"choices": (64, 128, 256, 512), "default": 256}
-    chunk_help = "values per chunk, for randk and dct, default: %(default)s"
-    add("--chunk", "--dct-chunk", type=int, help=chunk_help, **chunks)
-    wire_dtypes = (*WIRE_FLOATS, *WIRE_INTEGERS)
-    wire_help = "how randk and dct send values, default: %(default)s"
-    add("--wire-dtype", choices=wire_dtypes, default="int8", help=wire_help)
-
-    # This stage had these flags before there was stage 06.
-    moved = ("--streaming", "--data-streams", "--data-held-out")
-    hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-    parser.add_argument(*moved, dest="streaming", nargs="?", **hidden)
-
-    # A run that is resumed keeps its flags, unless the command line sets them. So the flags are
-    # parsed twice: first to find the run, then with its flags as the defaults.
-    files = [word for word in sys.argv[1:] if word.startswith("@")]
-    with reading(f"the flags in {' '.join(files)}"):
-        args = parser.parse_args()
-    stored = newest_values(run_dir_of(args))
-    flags = stored.get("flags", {})
-    kept = vars(args).keys() & flags.keys() - {"experiment_name", "save_dir"}
-    parser.set_defaults(**{name: flags[name] for name in kept})
+    add = parser.add_argument_group("replicas").add_argument
+    add("--shard-size", type=int, help="processes of a replica, None: those of a machine")
+    modes = ("none", "dct", "int8")
+    add("--compression", choices=modes, default="int8", help="of gradients between replicas")
     args = parser.parse_args()
 
-    check_launcher()
-    if "streaming" in args:
-        fail("--streaming: stage 06-streaming tokenizes documents while it trains on them")
-    check_restart(args)
-    check_hardware(args)
-    check_compression(args)
-    if stored:
-        check_same_experiment(args, stored)
-        for name in sorted(kept):
-            if getattr(args, name) != flags[name]:
-                say(f"--{name.replace('_', '-')} {flags[name]} → {getattr(args, name)}")
+    # Below, a run would train nothing, or, with --max-grad-norm, in the wrong direction.
+    above_zero = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "max_grad_norm")
+    above_zero += ("log_freq", "ckpt_freq", "keep_checkpoints", "eval_sequences")
+    for name in above_zero:
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            fail(f"--{name.replace('_', '-')} {value}: must be above 0")
     return args
 
 
-# What some flags are called in other training programs.
-OTHER_NAMES = {
-    "--learning-rate": "--lr",
-    "--epochs": "--num-epochs",
-    "--num-train-epochs": "--num-epochs",
-    "--steps": "--max-steps",
-    "--per-device-train-batch-size": "--batch-size",
-    "--gradient-accumulation-steps": "--global-batch-size",
-    "--gradient-checkpointing": "--activation-checkpointing",
-    "--bf16": "--dtype bf16",
-    "--fp16": "--dtype fp16",
-    "--max-length": "--seq-length",
-    "--block-size": "--seq-length",
-    "--model-name-or-path": "--model-name",
-    "--dataset-text-field": "--text-column",
-    "--output-dir": "--save-dir",
-    "--run-name": "--experiment-name",
-    "--logging-steps": "--log-freq",
-    "--eval-steps": "--eval-freq",
-    "--save-steps": "--ckpt-freq",
-    "--resume": "--experiment-name",
-}
-
-
-def report_mistake(parser, message):
-    """Ends the run after a mistake in the flags: one line, as for all other errors."""
-    flags = re.findall(r"--[a-z-]+", parser.format_help())
-    hint = ""
-    if message.startswith("unrecognized"):
-        for wrong in re.findall(r"--[\w-]+", message):
-            wrong = wrong.replace("_", "-")
-            similar = difflib.get_close_matches(wrong, flags, n=1, cutoff=0.75)
-            meant = OTHER_NAMES.get(wrong) or "".join(similar)
-            if meant:
-                hint += f"{meant} may be meant, "
-    fail(f"{message}; {hint}--help lists all flags")
-
-
-def positive(convert):
-    """A `type` for flags: an int or a float above 0."""
-    return in_range(convert, lambda value: 0 < value < 2**63, "above 0 and below 2**63")
-
-
-def zero_or_more(convert):
-    """A `type` for flags: an int or a float that is not negative."""
-    return in_range(convert, lambda value: 0 <= value < 2**63, "at least 0 and below 2**63")
-
-
-def one_line(text):
-    """A `type` for flags: a text that files and messages can show, such as a name or a path."""
-    if text.splitlines() != [text] or any(0xD800 <= ord(letter) < 0xE000 for letter in text):
-        raise argparse.ArgumentTypeError(f"{text!a}: must be a line of text")
-    return text
-
-
-def in_range(convert, is_allowed, description):
-    def parse(text):
-        value = convert(text)
-        if not is_allowed(value):
-            raise argparse.ArgumentTypeError(f"{text}: must be {description}")
-        return value
-
-    parse.__name__ = convert.__name__  # argparse prints it: "invalid int value"
-    return parse
-
-
-def check_launcher():
-    """Ends the run if it was started in a way that this stage does not support."""
-    variables = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
-    if not all(os.environ.get(name) for name in variables.split()):
-        num_processes = torch.cuda.device_count() or 2
-        command = ["torchrun", "--standalone", "--nproc-per-node", str(num_processes), *sys.argv]
-        fail(f"this stage needs torchrun: {shlex.join(command)}")
-
-
-def check_restart(args):
-    """Ends the run if torchrun has restarted it and it has no checkpoint to continue from."""
-    if args.experiment_name is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        fail("--experiment-name: a run without a name saves nothing, so it cannot be restarted")
-
-
-def check_shared_folder(run_dir):
-    """Ends the run if the nodes do not share its folder: each would keep a part of a checkpoint."""
-    if run_dir is None:
-        return
-    with reading(f"--save-dir {run_dir}"):
-        file = tempfile.NamedTemporaryFile(dir=run_dir)  # noqa: SIM115 (it is used below)
-    with file:
-        name = Path(all_gather_object(file.name)[0]).name  # that of rank 0: can all ranks see it?
-        if not all(all_gather_object((run_dir / name).exists())):
-            fail(f"--save-dir {run_dir}: must be one folder that all nodes share")
-
-
-def check_hardware(args):
-    """Ends the run if a flag asks for what this machine does not have. Sets the default dtype."""
-    gpu = args.device != "cpu" and torch.cuda.is_available()
-    if args.dtype is None:
-        # GPUs from before 2020, such as V100 and T4, do not compute in bf16.
-        has_bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-        args.dtype = "bf16" if has_bf16 else "fp16" if gpu else "fp32"
-    if args.device == "cuda" and not gpu:
-        fail("--device cuda: PyTorch finds no GPU here")
-    if gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        fail(f"--nproc-per-node: there are only {torch.cuda.device_count()} GPUs here")
-    if args.dtype == "fp16" and not gpu:
-        fail("--dtype fp16: its gradient scaling is for a GPU, a CPU has bf16 and fp32")
-    if args.cpu_offload and not gpu:
-        fail("--cpu-offload: without a GPU everything is in the memory of the CPU already")
-    if args.cpu_offload and args.dtype == "fp16":
-        fail("--cpu-offload: is not supported with fp16, use bf16")
-    compiler = os.environ.get("CXX", "g++")
-    if args.compile and not gpu and shutil.which(compiler) is None:
-        fail(f"--compile: needs the compiler {compiler} (Debian: apt-get install g++)")
-    if args.attn.startswith("flash") and (not gpu or args.dtype == "fp32"):
-        fail(f"--attn {args.attn}: needs a GPU, and --dtype bf16 or fp16")
-
-
-def check_compression(args):
-    """Ends the run if the processes do not form whole replicas, or --keep-ratio is above 1."""
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    shard_size = args.shard_size or int(os.environ["LOCAL_WORLD_SIZE"])
-    if world_size % shard_size > 0:
-        fail(f"--shard-size {shard_size}: does not divide {world_size} processes")
-    if args.keep_ratio > 1:
-        fail(f"--keep-ratio {args.keep_ratio}: must be above 0 and at most 1")
-
-
-def run_dir_of(args):
-    """The folder of a named run. A run without a name has none."""
-    return Path(args.save_dir, args.experiment_name) if args.experiment_name else None
-
-
-def newest_values(run_dir):
-    """What state.json holds in the run's newest readable checkpoint, {} if there is none."""
-    if run_dir:
-        with reading(f"--save-dir {run_dir}"):
-            for _, values in checkpoints(run_dir):
-                if values:
-                    return values
-    return {}
-
-
-def experiment(args):
-    """The flags that must be the same when the run is resumed."""
-    return {name: getattr(args, name) for name in EXPERIMENT_FLAGS}
-
-
-def check_same_experiment(args, stored):
-    """Ends the run if the checkpoint in its folder belongs to another experiment."""
-    here = experiment(args)
-    # Checkpoints of version 0.1 have the flags only, and not all of them.
-    there = stored.get("experiment", {name: stored["flags"].get(name) for name in here})
-    there = {"train_on_prompt": False, **there}
-    for name in {**here, **there}:
-        is_checked_later = name in CONTENT_FLAGS and "contents" in stored  # in `check_contents`
-        if here.get(name) != there.get(name) and not is_checked_later:
-            flag = f"--{name.replace('_', '-')} {here.get(name)}"
-            fail(f"{flag}: the run in {run_dir_of(args)} has {there.get(name)}")
-
-
-def check_contents(args, contents):
-    """Ends the run if model, tokenizer or data are not those of the checkpoint in its folder."""
-    run_dir = run_dir_of(args)
-    stored = newest_values(run_dir)
-    there = stored.get("contents", {})  # version 0.1 has none
-    for name, value in there.get("config", {}).items():
-        here = contents["config"].get(name, value)
-        if isinstance(here, dict) and isinstance(value, dict):
-            # Another version of transformers may have further keys.
-            here = {key: here.get(key, value[key]) for key in value}
-        if here != value:
-            change = f"{name} is {here}, in the run in {run_dir} it is {value}"
-            fail(f"--model-name {args.model_name}: {change}")
-    for name, value in there.items():
-        if name != "config" and contents[name] != value:
-            flag = "model_name" if name == "tokenizer" else "dataset_name"
-            here = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            # Flags that differ from those of the run may be the reason.
-            reasons = ""
-            for other in CONTENT_FLAGS:
-                if stored["flags"].get(other) != getattr(args, other):
-                    reasons += f" --{other.replace('_', '-')} {stored['flags'].get(other)}"
-            fail(f"{here}: the {name} differs from that of the run in {run_dir}{reasons}")
-
-
-def check_same_on_all_ranks(args, contents):
-    """Ends the run if a rank has another experiment, such as other files with the same names."""
-    here = {**experiment(args), **contents}
-    for rank, there in enumerate(all_gather_object(here)):
-        for name in here:
-            if here[name] != there[name]:
-                values = f"{here[name]!s:.200} here and {there[name]!s:.200} on rank {rank}"
-                fail(f"{name} is {values}: all ranks need the same flags and files")
-
-
-def open_run_dir(args):
-    """Creates the folder of a named run, and returns its path. None for a run without a name."""
-    run_dir = run_dir_of(args)
-    # If the folder is not writable, the run ends here, before anything is loaded.
-    try:
-        if run_dir:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock_run_dir(run_dir, args.timeout / 2)  # the other ranks wait for `timeout` seconds
-            (run_dir / "metrics.jsonl").touch()
-    except OSError as error:
-        fail(f"--save-dir {args.save_dir}: {error}")
-    return run_dir
-
-
-def end_interrupted(args):
-    """Ends the run after Ctrl-C, and says what is left of it."""
-    run_dir = run_dir_of(args)
-    if run_dir is None:
-        left = "nothing was kept: with -e NAME a run is saved, and can be resumed"
-    else:
-        step = newest_values(run_dir).get("step", 0)
-        left = f"the same command goes on from step {step}"
-    if int(os.environ["RANK"]) == 0:
-        say_last(f"stopped by Ctrl-C, {left}")
-    sys.exit(130)  # 128 + the number of SIGINT, as shells have it
-
-
-def end_with_torchrun():
-    """Ends this process when torchrun has ended, even if kill -9 kept torchrun from signaling it.
-
-    Otherwise the process would go on by itself: nobody reads what it prints, and a second start of
-    the run would find its folder locked. The thread checks for as long as the process lives, even
-    while the script waits in a collective."""
-
-    def watch():
-        while os.getppid() == PARENT:
-            time.sleep(1)
-        os._exit(1)
-
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=watch, daemon=True).start()
-
-
-def shut_down():
-    """Ends the process group after success. After an error other ranks may never reach the barrier.
-
-    A process that exits while Gloo's threads still run may abort (pytorch#179291), and torchrun
-    would report that the run has failed. So first release what holds such threads, and wait until
-    they have ended."""
-    gc.collect()
+if __name__ == "__main__":
+    stopped = main(parse_args())
+    # A process may abort if it exits while threads of Gloo are still busy, so leave them some time.
     dist.barrier()
     time.sleep(0.2)
     dist.destroy_process_group()
-
-
-def stop_restarts():
-    """Tells torchrun to end, after an error that a restart would meet again."""
-    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    end_with_torchrun()
-    try:
-        args = parse_args()
-        main(args)
-    except KeyboardInterrupt:
-        end_interrupted(args)
-    except SystemExit as end:
-        if end.code == 2:  # from `fail`
-            stop_restarts()
-        raise
-    shut_down()
+    if stopped:
+        sys.exit(1)  # with 0, torchrun would conclude that the training is finished

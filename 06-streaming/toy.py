@@ -1,35 +1,40 @@
-"""Three documents on two streams: stop after step 2 on one rank, go on with step 3 on two."""
+"""Four documents on two streams: stop after step 2 on one rank, go on with step 3 on two."""
 
-DOCUMENTS = [[f"{name}{i}" for i in range(size)] for name, size in [("a", 12), ("b", 5), ("c", 7)]]
-V, G, T = 2, 2, 4  # streams, sequences in a global batch, tokens in a sequence
+SIZES = {"a": 6, "b": 5, "c": 7, "d": 2}  # tokens of each document
+DOCUMENTS = [[f"{name}{i}" for i in range(size)] for name, size in SIZES.items()]
+G, T = 2, 4  # sequences of a global batch, which are the streams, and tokens of a sequence
 
 
-def cut(stream, first_document, used):
-    """Yields the sequences of a stream from a position on, with the position after each."""
-    tokens = []
-    for number in range(first_document, len(DOCUMENTS)):
-        if (number + number // V) % V == stream:  # the documents are dealt to the streams
-            for i in range(used if number == first_document else 0, len(DOCUMENTS[number])):
-                tokens.append(DOCUMENTS[number][i])
-                if len(tokens) == T:
-                    yield tokens, (number, i + 1)
-                    tokens = []
+def cut(stream, position):
+    """Yields the sequences of a stream from a position on, and the position after each."""
+    epoch, start, used = position
+    documents = DOCUMENTS[stream::G]
+    tokens = []  # those that do not fill a sequence yet
+    while True:
+        for number in range(start, len(documents)):
+            tokens += documents[number][used:]
+            used = 0
+            while len(tokens) >= T:
+                sequence = tokens[:T]
+                tokens = tokens[T:]  # the last ones of this document
+                yield sequence, [epoch, number, len(documents[number]) - len(tokens)]
+        epoch, start = epoch + 1, 0  # the stream begins again
 
 
 def train(steps, positions, world_size):
-    sequences = [cut(stream, *positions[stream]) for stream in range(V)]
+    """What the ranks do, one after the other. Each has its own streams, and their positions."""
+    sequences = {s: cut(s, positions[s]) for s in range(G)}
     for step in steps:
-        for i in range((step - 1) * G, step * G):
-            stream = i % V
-            tokens, positions[stream] = next(sequences[stream])
-            rank = stream % G % world_size
-            print(f"step {step}, sequence {i}, stream {stream}, rank {rank}:", *tokens)
+        for rank in range(world_size):
+            for stream in range(G)[rank::world_size]:
+                tokens, positions[stream] = next(sequences[stream])
+                print(f"step {step}, rank {rank}, stream {stream}:", *tokens)
 
 
 print("without a stop, one rank")
-train([1, 2, 3], [(0, 0)] * V, world_size=1)
+train([1, 2, 3], [[0, 0, 0]] * G, world_size=1)
 print("stopped after step 2")
-checkpoint = [(0, 0)] * V
+checkpoint = [[0, 0, 0]] * G
 train([1, 2], checkpoint, world_size=1)
 print("checkpoint:", checkpoint)
 print("resumed on two ranks")

@@ -41,5 +41,5 @@ print(f"rank {rank}: output of the module {own_y.tolist()}, gradient {own_x.grad
 print(f"rank {rank}: weights {mlp[0].weight.placements}, {mlp[2].weight.placements}")
 
 dist.barrier()
-time.sleep(0.2)  # Gloo's threads end before the process does: see `shut_down` in the script
+time.sleep(0.2)  # so that threads of Gloo end before the process does
 dist.destroy_process_group()

@@ -44,5 +44,5 @@ for send in sends:
 print(f"stage {stage}: gradient {weight.grad}, in one process {weights.grad[stage]}")
 
 dist.barrier()
-time.sleep(0.2)  # Gloo's threads end before the process does: see `shut_down` in the script
+time.sleep(0.2)  # a process may abort if it exits while threads of Gloo are still busy
 dist.destroy_process_group()

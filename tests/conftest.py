@@ -79,17 +79,8 @@ def data_args(name, seq_length, text_column=None):
         dataset_subset=None,
         seq_length=seq_length,
         text_column=text_column,
-        train_on_prompt=False,  # of stages 04 to 08
+        eval_sequences=8,
     )
-
-
-def open_streams(stage_06, documents, seq_length, count, batch_size, num_held_out):
-    """The streams of stage 06 over the column `text` of documents."""
-    args = data_args("", seq_length)
-    args.data_streams = count
-    args.global_batch_size = batch_size
-    args.data_held_out = num_held_out
-    return stage_06.Streams(documents, ("text",), stage_06.byte_tokenizer(), args)
 
 
 def environment(**more):
@@ -210,8 +201,7 @@ def mutant(folder, stage, *edits):
     path = Path(folder) / stage / "train-llm.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    for module in ROOT.glob("logs_and_checkpoints*.py"):
-        shutil.copy(module, folder)
+    shutil.copy(ROOT / "logs_and_checkpoints.py", folder)
     return path
 
 

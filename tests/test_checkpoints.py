@@ -1,6 +1,5 @@
 """Laws 3 and 4: any checkpoint, any stage, any number of processes; stop it anywhere."""
 
-import itertools
 import random
 import shutil
 import subprocess
@@ -33,32 +32,24 @@ SAVING = (*SMALL, "--log-freq", "1", "--max-steps", "12", "--ckpt-freq", "3", "-
 CONFIGURATIONS = [
     ("01-single-gpu", 1),
     ("02-ddp", 2),
-    ("03-fsdp", 2),
     ("03-fsdp", 4),
+    ("04-compression", 2),
+    ("05-multinode", 3),
+    ("07-tensor-parallel", 4),
+    ("08-pipeline-parallel", 4),
 ]
 
 
-def walk_over_all_pairs(places):
-    """Goes from each place to each other once, and ends where it began: 0 1 0 2 … 1 2 1 3 … 0."""
-    pairs = itertools.combinations(places, 2)
-    return [place for pair in pairs for place in pair] + places[:1]
-
-
-WALK = walk_over_all_pairs(CONFIGURATIONS)
+# Up and down: each stage resumes the one before it, and the one behind it.
+WALK = [*CONFIGURATIONS, *CONFIGURATIONS[-2::-1]]
 # From the first to the last stage, and back.
-SHORT = [CONFIGURATIONS[place] for place in (0, 3, 0)]
+SHORT = [CONFIGURATIONS[place] for place in (0, 6, 4, 2, 0)]
 DIED = -9
 FILES = ["__0_0.distcp", ".metadata", "state.json"]
 
 
 def named(folder):
     return ("-e", "a", "--save-dir", folder)
-
-
-@pytest.mark.law3
-def test_the_walk_makes_each_change_once():
-    changes = list(itertools.pairwise(WALK))
-    assert sorted(changes) == sorted(itertools.permutations(CONFIGURATIONS, 2))
 
 
 @pytest.mark.law3
@@ -417,7 +408,7 @@ def test_a_full_disk(stage, processes, small_disk):
     result = run(stage, processes, *flags, "--keep-checkpoints", "5", check=False)
     assert result.returncode != 0
     [line] = result.errors
-    said = f"--save-dir {small_disk}/a: step-00000009 was not saved: "
+    said = f"--save-dir {small_disk}/a: step 9 was not saved: "
     assert line.startswith(f"train-llm.py: error: {said}")
     again = run(stage, processes, *flags, "--keep-checkpoints", "1", check=False)
     assert f"resumed from {small_disk}/a/step-00000006" in again.out

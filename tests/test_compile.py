@@ -2,7 +2,6 @@
 
 import pytest
 from conftest import STAGES, exact, mutant, run
-from stages import NEW_BASE
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 SIZES = {
@@ -77,7 +76,7 @@ def test_a_block_is_compiled_once_per_batch_size(stage, name, tmp_path):
     path = counting(tmp_path, stage)
     batch_sizes = 2  # of 3 and 2 sequences, on two processes 3 and 1
     number = graphs(stage, path, *UNEVEN, "-m", tmp_path / name)
-    losses = 2 if stage in NEW_BASE else 1  # with gradients, and in the evaluation without
+    losses = 2  # with gradients, and in the evaluation without
     assert number == batch_sizes * (KINDS[name] + losses)
 
 

@@ -144,6 +144,10 @@ MUTANTS = {
         "04-compression",
         ("            dist.all_reduce(gradient, group=self.group)\n", ""),
     ),
+    "earlier micro-batches forgotten": (
+        "04-compression",
+        ("            gradient += self.sums.pop(module)\n", "            self.sums.pop(module)\n"),
+    ),
 }
 
 
@@ -178,12 +182,12 @@ COUNT_FSDP = """    calls = []
     for module in [*blocks, model]:
         module.set_all_reduce_hook(lambda output: calls.append(1))
 """
-EXCHANGE = "        replicas = self.group.size()\n        bytes_uncompressed"
+EXCHANGE = '        if self.mode == "none":\n'
 HOOKS = {
     "02-ddp": [("    # Optimizer. Matrices", COUNT_DDP + "    # Optimizer. Matrices")],
     "03-fsdp": [("    # Optimizer. Matrices", COUNT_FSDP + "    # Optimizer. Matrices")],
     "04-compression": [
-        ("class GradientCompressor:", "calls = []\n\n\nclass GradientCompressor:"),
+        ("class ReplicaAverage:", "calls = []\n\n\nclass ReplicaAverage:"),
         (EXCHANGE, f"        calls.append(1)\n{EXCHANGE}"),
     ],
 }
@@ -202,7 +206,7 @@ EVERY = {
     "02-ddp": ("model.require_backward_grad_sync = is_last", "pass"),
     "03-fsdp": ("model.set_requires_gradient_sync(is_last)", "pass"),
 }
-EVERY["04-compression"] = ("compressor.is_last = is_last", "compressor.is_last = True")
+EVERY["04-compression"] = ("average.is_last = is_last", "average.is_last = True")
 CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 blocks and the root)
 
 

@@ -1,10 +1,7 @@
-"""Measures stage 04: bytes, slow links, encoding, loss. Controls, what was tried and left out."""
+"""Measures stage 04: bytes, slow links, encoding, loss, memory of accumulated gradients."""
 
-import argparse
-import itertools
 import json
 import math
-import shlex
 import statistics
 import subprocess
 import sys
@@ -15,9 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from bench_common import (
-    GPU,
     MEASURED,
     STAGE_02,
     STAGE_04,
@@ -31,140 +26,32 @@ from bench_common import (
 from canvas import WIDTH, Canvas
 from conftest import load, metrics
 
-# Patches of stage 04: each changes its GradientCompressor.
-
 
 def silent(module, _):
     """Gradients stay at home: what else a run sends."""
-    module.GradientCompressor.__call__ = lambda self, owner, gradient: None
+    module.ReplicaAverage.__call__ = lambda self, owner, gradient: None
 
 
-def each(choose):
-    """Makes a patch: indices that `choose` chooses for each chunk, in the place of common ones.
+def idiom(module, _):
+    """Accumulates as FSDP does on its own: unsharded gradients, until the last micro-batch.
 
-    `choose` gets the compressor and the chunks, (n, chunk) fp32, and returns a mask of their shape
-    with as many values on each replica."""
+    `set_requires_gradient_sync(False)` keeps the gradients of all parameters on each rank. The hook
+    is called in the last micro-batch only, so it has nothing to add up."""
 
-    def patch(module, _):
-        start_step = module.GradientCompressor.start_step
+    class Synchronizing(module.ReplicaAverage):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "is_last" and hasattr(self, "model"):
+                self.model.set_requires_gradient_sync(value)
 
-        def start_and_note(self, step, device):
-            start_step(self, step, device)
-            self.step = step
+    def shard(block, **options):
+        result = module_fully_shard(block, **options)
+        Synchronizing.model = result  # the last one is the root
+        return result
 
-        def average_chosen(self, gradient):
-            padding = -len(gradient) % self.chunk
-            rows = F.pad(gradient, (0, padding)).view(-1, self.chunk)
-            if self.mode == "dct":
-                rows = rows @ module.dct_basis(self.chunk, gradient.device).T
-            if not replays(self):
-                self.chosen = choose(self, rows).flatten().nonzero().flatten()
-            mean = self.average_all(rows.flatten()[self.chosen])
-            rows = torch.zeros_like(rows).flatten().index_copy_(0, self.chosen, mean)
-            rows = rows.view(-1, self.chunk)
-            if self.mode == "dct":
-                rows = rows @ module.dct_basis(self.chunk, gradient.device)
-            return rows.flatten()[: len(gradient)]
-
-        module.GradientCompressor.start_step = start_and_note
-        module.GradientCompressor.average_subset = average_chosen
-
-    return patch
-
-
-def largest(compressor, rows):
-    """Where one replica has the largest of each chunk, which it tells by a bit a value. The
-    replicas lead in turn. Source: CLT-k of ScaleCom, arXiv:2104.11125."""
-    group = compressor.group
-    leader = compressor.step % group.size()
-    mask = torch.zeros_like(rows, dtype=torch.uint8)
-    if group.rank() == leader:
-        indices = rows.abs().topk(compressor.num_kept, sorted=False).indices
-        mask.scatter_(1, indices, 1)
-    powers = 2 ** torch.arange(8, dtype=torch.uint8)
-    packed = (mask.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
-    compressor.lap("encode")
-
-    dist.broadcast(packed, group=group, group_src=leader)
-    compressor.lap("communicate")
-    compressor.bytes_sent += (group.size() - 1) / group.size() * packed.nbytes
-    return (packed[:, None] & powers).view_as(rows)
-
-
-DRAW = torch.Generator().manual_seed(0)
-
-
-def lowest(compressor, rows):
-    """The classical truncation: the lowest frequencies, always the same ones."""
-    return torch.arange(rows.shape[1]).expand_as(rows) < compressor.num_kept
-
-
-def common(compressor, rows):
-    """The same indices for all chunks."""
-    generator = torch.Generator().manual_seed(compressor.step)
-    indices = torch.randperm(rows.shape[1], generator=generator)[: compressor.num_kept]
-    return torch.isin(torch.arange(rows.shape[1]), indices).expand_as(rows)
-
-
-def drawn(compressor, rows):
-    """Indices drawn anew for each chunk."""
-    indices = torch.rand(rows.shape, generator=DRAW).topk(compressor.num_kept).indices
-    return torch.zeros(rows.shape).scatter_(1, indices, 1)
-
-
-def feedback(module, decay):
-    """What a rank did not send, times `decay`, is added to its next gradient of the same module."""
-    residuals = {}
-    call = module.GradientCompressor.__call__
-    average_all = module.GradientCompressor.average_all
-
-    def average_and_note(self, values):
-        rows = module.encode(F.pad(values, (0, -len(values) % module.ROW_LENGTH)), self.wire_dtype)
-        self.own = module.decode(rows, self.wire_dtype)[: len(values)]
-        return average_all(self, values)
-
-    def call_with_feedback(self, owner, gradient):
-        if self.mode == "none" or not self.is_last:
-            call(self, owner, gradient)
-            return
-        if owner in self.sums:
-            gradient += self.sums.pop(owner)
-        if owner in residuals:
-            gradient += float(decay) * residuals[owner]
-        given = gradient.clone()
-        call(self, owner, gradient)
-        residuals[owner] = given - sent_by_this_rank(self, given)
-
-    module.GradientCompressor.average_all = average_and_note
-    module.GradientCompressor.__call__ = call_with_feedback
-
-
-def sent_by_this_rank(compressor, gradient):
-    """What the replicas would have got from this rank alone of the gradient averaged last."""
-    if compressor.mode not in ("randk", "dct"):
-        return compressor.own
-    compressor.average_all = lambda values: compressor.own  # hides the method: nothing is sent
-    sent = compressor.average_subset(gradient)
-    del compressor.average_all
-    return sent
-
-
-def replays(compressor):
-    """Whether `sent_by_this_rank` is at work: then indices must be those of before."""
-    return "average_all" in vars(compressor)
-
-
-def warmup(module, steps):
-    """Dense for the first `steps`."""
-    start_step = module.GradientCompressor.start_step
-
-    def start_dense(self, step, device):
-        start_step(self, step, device)
-        if step == 1:
-            self.mode_after_warmup = self.mode
-        self.mode = "none" if step <= int(steps) else self.mode_after_warmup
-
-    module.GradientCompressor.start_step = start_dense
+    module_fully_shard = module.fully_shard
+    module.fully_shard = shard
+    module.ReplicaAverage = Synchronizing
 
 
 def power_sgd(module, value):
@@ -208,17 +95,7 @@ def fp16_hook(module, _):
     module.DistributedDataParallel = wrapped
 
 
-PATCHES = {
-    "silent": silent,
-    "warmup": warmup,
-    "feedback": feedback,
-    "largest": each(largest),
-    "low": each(lowest),
-    "common": each(common),
-    "drawn": each(drawn),
-    "powersgd": power_sgd,
-    "fp16": fp16_hook,
-}
+PATCHES = {"silent": silent, "idiom": idiom, "powersgd": power_sgd, "fp16": fp16_hook}
 
 
 def small_steps(folder, steps):
@@ -229,24 +106,11 @@ def small_steps(folder, steps):
     return [*flags, "--device", "cpu"]
 
 
-# Ways to compress: --compression, --wire-dtype, --keep-ratio.
-COMPRESSIONS = {
-    "none": ("none", "fp32", 1),
-    "bf16": ("bf16", "fp32", 1),
-    "int8": ("int8", "fp32", 1),
-    "int4": ("int4", "fp32", 1),
-    "randk, half in int8": ("randk", "int8", 0.5),
-    "randk, half in int4": ("randk", "int4", 0.5),
-    "randk, quarter in int4": ("randk", "int4", 0.25),
-    "dct, half in fp32": ("dct", "fp32", 0.5),
-    "dct, half in int8": ("dct", "int8", 0.5),
-}
+COMPRESSIONS = ("none", "dct", "int8")
 
 
-def flags_of(way):
-    mode, wire_dtype, keep_ratio = COMPRESSIONS[way]
-    flags = ["--shard-size", 1, "--compression", mode, "--wire-dtype", wire_dtype]
-    return [*flags, "--keep-ratio", keep_ratio]
+def flags_of(mode):
+    return ["--shard-size", 1, "--compression", mode]
 
 
 def wire():
@@ -274,9 +138,7 @@ DDP = "stage 02, DDP in fp32"
 
 
 def link():
-    """Time of a step on slow links: median over steps, ratios to DDP on the same link.
-
-    Prints for each way to compress from which speed of a link on it is too slow."""
+    """Time of a step on slow links: median over steps, ratios to DDP on the same link."""
     modes = {
         DDP: (STAGE_02, None, ()),
         "stage 02, PyTorch's fp16 hook": (STAGE_02, "fp16", ()),
@@ -290,11 +152,9 @@ def link():
         with tempfile.TemporaryDirectory() as folder, two_nodes(mbit) as names:
             for mode, (stage, patch, flags) in modes.items():
                 lines, _ = run_on(names, stage, patch, [*small_steps(folder, 8), *flags])
-                line = medians(lines[3:])
-                seconds[mode, mbit] = line["time/total_ms"] / 1000
+                ms = statistics.median(line["time/total_ms"] for line in lines[3:])
+                seconds[mode, mbit] = ms / 1000
                 print(mode, mbit, round(seconds[mode, mbit], 3), flush=True)
-                if line.get("comm/encode_ms"):
-                    say_break_even(mode, break_even_mbit(line, hidden_ms=0.0))
 
     rows = []
     for mode in modes:
@@ -309,54 +169,10 @@ def link():
     report("link", head, rows)
 
 
-def medians(lines):
-    """Of each metric that all lines have, its median."""
-    names = set.intersection(*(set(line) for line in lines))
-    return {name: statistics.median(line[name] for line in lines) for name in names}
-
-
-def break_even_mbit(line, hidden_ms):
-    """The speed of a link in Mbit/s below which a run's compression beats none, from its log.
-
-    At speed v, none takes uncompressed / v, and compression sent / v + encode_ms. The backward
-    hides `hidden_ms` of the sending."""
-    sent = line["comm/bytes_per_step"]
-    uncompressed = sent * line["comm/compression_ratio"]
-    encode_ms = line["comm/encode_ms"]
-    bytes_per_ms = min((uncompressed - sent) / encode_ms, uncompressed / (hidden_ms + encode_ms))
-    return max(0.0, 0.008 * bytes_per_ms)
-
-
-def say_break_even(mode, mbit):
-    print(f"{mode} beats none on links of less than {mbit:,.0f} Mbit/s per rank", flush=True)
-
-
-def break_even(run_dir, processes):
-    """Says it for a run of stage 04, of so many processes, by the last line of its log.
-
-    On a GPU the backward of a step's last micro-batch, which takes twice its forward, hides that
-    much of the sending. Whether it was on a GPU is what this machine would do."""
-    run_dir = Path(run_dir)
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--device")
-    parser.add_argument("--compression")
-    parser.add_argument("--global-batch-size", type=int)
-    parser.add_argument("--batch-size", type=int)
-    flags, others = parser.parse_known_args(shlex.split((run_dir / "flags.txt").read_text()))
-    lines = [line for line in metrics(run_dir).values() if line.get("comm/encode_ms")]
-    if not lines:
-        sys.exit(f"{run_dir}: its log has no time of encoding, so nothing was compressed")
-
-    hidden_ms = 0.0
-    if GPU and flags.device != "cpu":
-        sequences_per_rank = math.ceil(flags.global_batch_size / int(processes))
-        micro_batches = math.ceil(sequences_per_rank / flags.batch_size)
-        hidden_ms = 2 * lines[-1]["time/forward_ms"] / micro_batches
-    say_break_even(flags.compression, break_even_mbit(lines[-1], hidden_ms))
-
-
 def encode():
-    """GB/s of fp32 gradients through encoder and decoder, and through a plain copy."""
+    """GB/s of fp32 gradients through the hook of a replica that is alone, and through a copy.
+
+    With one replica nothing is sent, and what is left is the encoding and decoding."""
     module = load(STAGE_04)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
@@ -364,44 +180,31 @@ def encode():
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     gradient = torch.randn(2**27 if device.type == "cuda" else 2**23, device=device)
-    laps = []
 
-    def lap(phase):
+    def now():
         if device.type == "cuda":
             torch.cuda.synchronize()
-        laps.append((phase, time.perf_counter()))
+        return time.perf_counter()
 
-    def copy_once(gradient):
-        lap("backward")
-        gradient.clone()
-        lap("encode")
-
-    def spent(work, start_step):
-        """Seconds of encoding and decoding, the median of ten."""
+    def spent(work):
+        """Seconds, the median of ten."""
         times = []
-        for step in range(12):
-            start_step(step, device)
-            laps.clear()
-            work(gradient.clone())
-            phases = itertools.pairwise(laps)
-            times.append(sum(now - last for (_, last), (phase, now) in phases if phase == "encode"))
+        for _ in range(12):
+            given = gradient.clone()
+            start = now()
+            work(given)
+            times.append(now() - start)
         return statistics.median(times[2:])
 
-    copy = spent(copy_once, lambda step, device: None)
-    rows = [["copy", f"{gradient.nbytes / copy / 1e9:.2f}", "1.0", "–", "–"]]
-    for way in list(COMPRESSIONS)[1:]:
-        mode, wire_dtype, keep_ratio = COMPRESSIONS[way]
-        row = [way]
-        for is_compiled in (False, True):
-            settings = (mode, keep_ratio, 256, wire_dtype, is_compiled, False, lap)
-            compressor = module.GradientCompressor(dist.group.WORLD, *settings)
-            seconds = spent(partial(compressor, "a module"), compressor.start_step)
-            row += [f"{gradient.nbytes / seconds / 1e9:.2f}", f"{seconds / copy:.1f}"]
-        rows.append(row)
-        print(row, flush=True)
+    copy = spent(torch.clone)
+    rows = [["copy", f"{gradient.nbytes / copy / 1e9:.2f}", "1.0"]]
+    for mode in COMPRESSIONS[1:]:
+        average = module.ReplicaAverage(dist.group.WORLD, mode, device)
+        seconds = spent(partial(average, "a module"))
+        rows.append([mode, f"{gradient.nbytes / seconds / 1e9:.2f}", f"{seconds / copy:.1f}"])
+        print(rows[-1], flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "one CPU core"
-    head = [f"mode, {name}", "GB/s of fp32", "times a copy", "`--compile`, GB/s", "times a copy"]
-    report(f"encode-{device.type}", head, rows)
+    report(f"encode-{device.type}", [f"mode, {name}", "GB/s of fp32", "times a copy"], rows)
     dist.destroy_process_group()
 
 
@@ -409,45 +212,41 @@ def encode():
 # otherwise: a mode that takes smaller steps gains there.
 LR, HIGH_LR = 5e-4, 1e-3
 SWEEP = (2.5e-4, 3.5e-4, LR, 7e-4, HIGH_LR)
-# Name: patches (see above), --compression, --wire-dtype, --keep-ratio; seeds at LR, at HIGH_LR.
+# Name: --compression, or None for a patch of stage 02; seeds at LR, at HIGH_LR.
 MODES = {
-    "dense": (None, "none", "fp32", 1, 2, 2),
-    "bf16": (None, "bf16", "fp32", 1, 1, 1),
-    "int8": (None, "int8", "fp32", 1, 2, 2),
-    "int8, feedback": ("feedback=1", "int8", "fp32", 1, 1, 0),
-    "int4": (None, "int4", "fp32", 1, 2, 2),
-    "randk, half in int8": (None, "randk", "int8", 0.5, 2, 0),
-    "randk, half in int4": (None, "randk", "int4", 0.5, 2, 0),
-    "randk, quarter in int4": (None, "randk", "int4", 0.25, 1, 0),
-    "randk, half in int4, feedback 0.5": ("feedback=0.5", "randk", "int4", 0.5, 1, 0),
-    "dct, all in int4": (None, "dct", "int4", 1, 1, 0),
-    "dct, half in int8": (None, "dct", "int8", 0.5, 2, 0),
-    "dct, low half in fp32": ("low", "dct", "fp32", 0.5, 1, 1),
-    "dct, largest half in int8": ("largest", "dct", "int8", 0.5, 1, 2),
-    "dct, largest half in int8, warm-up, feedback 0.5": (
-        "largest,feedback=0.5,warmup=60",
-        "dct",
-        "int8",
-        0.5,
-        1,
-        0,
-    ),
-    "largest half in int8": ("largest", "randk", "int8", 0.5, 1, 2),
-    "largest half in int8, feedback 0.5": ("largest,feedback=0.5", "randk", "int8", 0.5, 1, 1),
-    "largest half in int4": ("largest", "randk", "int4", 0.5, 1, 2),
-    "largest quarter in int8": ("largest", "randk", "int8", 0.25, 1, 1),
-    "drawn for each chunk, half in int8": ("drawn", "randk", "int8", 0.5, 1, 1),
-    "the same places in all chunks, half in int8": ("common", "randk", "int8", 0.5, 1, 0),
-    "PowerSGD, rank 16, warm-up": ("powersgd=16/60", None, None, None, 1, 1),
+    "dense": ("none", 2, 2),
+    "int8": ("int8", 2, 1),
+    "dct": ("dct", 2, 1),
+    "PowerSGD, rank 16, warm-up": (None, 1, 1),
 }
+# Their lines were measured with the stage as it was at commit 18c057d, which had these modes.
+TRIED = (
+    "bf16",
+    "int4",
+    "int8, feedback",
+    "randk, half in int8",
+    "randk, half in int4",
+    "randk, quarter in int4",
+    "randk, half in int4, feedback 0.5",
+    "drawn for each chunk, half in int8",
+    "the same places in all chunks, half in int8",
+    "largest half in int8",
+    "largest half in int8, feedback 0.5",
+    "largest half in int4",
+    "largest quarter in int8",
+    "dct, all in int4",
+    "dct, half in int8",
+    "dct, largest half in int8",
+    "dct, largest half in int8, warm-up, feedback 0.5",
+)
 
 
 def loss():
     """Trains with each mode on 4 replicas; appends to loss.jsonl, skips what stands there."""
     runs = [("dense", 0, lr) for lr in SWEEP]
     for seed in (0, 1):
-        runs += [(mode, seed, LR) for mode, (*_, seeds, _) in MODES.items() if seed < seeds]
-        runs += [(mode, seed, HIGH_LR) for mode, (*_, seeds) in MODES.items() if seed < seeds]
+        runs += [(mode, seed, LR) for mode, (_, seeds, _) in MODES.items() if seed < seeds]
+        runs += [(mode, seed, HIGH_LR) for mode, (_, _, seeds) in MODES.items() if seed < seeds]
     results = MEASURED / "loss.jsonl"
     lines = results.read_text().splitlines() if results.exists() else []
     done = {(line["mode"], line["seed"], line["lr"]) for line in map(json.loads, lines)}
@@ -462,27 +261,28 @@ def loss():
 
 def train(mode, seed, lr):
     """One run of `loss`: its evaluation at the end and what it sent."""
-    patch, compression, wire_dtype, keep_ratio, *_ = MODES[mode]
+    compression = MODES[mode][0]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
         model = write_model(Path(folder, "model"), **sizes)
         flags = ["-m", model, "-s", 64, "--global-batch-size", 8, "-b", 2]
         flags += ["--max-steps", 600, "--eval-sequences", 512, "--dtype", "fp32"]
         flags += ["--device", "cpu", "--seed", seed, "--lr", lr, "-e", "run", "--save-dir", folder]
-        stage = STAGE_02
+        stage, patch = STAGE_02, "powersgd=16/60"
         if compression:
-            stage = STAGE_04
-            flags += ["--shard-size", 1, "--compression", compression]
-            flags += ["--wire-dtype", wire_dtype, "--keep-ratio", keep_ratio]
+            stage, patch = STAGE_04, None
+            flags += flags_of(compression)
         command = torchrun(["--standalone", "--nproc-per-node", 4], stage, patch, flags)
         run = subprocess.run(command, env=environment(), capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{mode}: {run.stderr[-3000:]}")
         last = metrics(Path(folder, "run"))[600]
-    ratio = last.get("comm/compression_ratio")
+    sent = last.get("comm/bytes_per_step")
+    ratio = None
     if "PowerSGD sent" in run.stdout:
         ratio = float(run.stdout.split("PowerSGD sent 1/")[1].split()[0])
-    return {"mode": mode, "seed": seed, "lr": lr, "loss": last["eval/loss"], "ratio": ratio}
+    line = {"mode": mode, "seed": seed, "lr": lr, "loss": last["eval/loss"]}
+    return line | {"ratio": ratio, "bytes": sent}
 
 
 def tabulate():
@@ -490,22 +290,27 @@ def tabulate():
     lines = [json.loads(line) for line in (MEASURED / "loss.jsonl").read_text().splitlines()]
     lines.sort(key=lambda line: line["seed"])
     dense = {(x["seed"], x["lr"]): x["loss"] for x in lines if x["mode"] == "dense"}
+    all_bytes = next(x["bytes"] for x in lines if x["mode"] == "dense")
+    for line in lines:
+        line["ratio"] = line["ratio"] or all_bytes / line["bytes"]
     sweep = [[f"{lr:g}", f"{dense[0, lr]:.3f}"] for lr in SWEEP]
     report("learning-rate", ["learning rate", "final evaluation loss of dense, seed 0"], sweep)
-    points, rows = [], []
-    for mode in MODES:
-        row = [mode, ""]
-        for lr in (LR, HIGH_LR):
-            runs = [x for x in lines if x["mode"] == mode and x["lr"] == lr]
-            above = [100 * (x["loss"] / dense[x["seed"], lr] - 1) for x in runs]
-            row.append(", ".join(f"{x['loss']:.3f}" for x in runs))
-            row.append(f"{statistics.mean(above):+.1f} %" if runs else "")
-            row[1] = f"1/{runs[0]['ratio']:.2f}" if runs else row[1]
-            if runs and lr == LR:
-                points.append((4 / runs[0]["ratio"], statistics.mean(above), mode, len(runs)))
-        rows.append(row)
-    head = ["mode", "bytes", f"final loss at {LR:g}, by seed", "above dense"]
-    report("loss", [*head, f"at {HIGH_LR:g}", "above dense"], rows)
+    points = []
+    for name, modes in (("loss", MODES), ("loss-tried", TRIED)):
+        rows = []
+        for mode in modes:
+            row = [mode, ""]
+            for lr in (LR, HIGH_LR):
+                runs = [x for x in lines if x["mode"] == mode and x["lr"] == lr]
+                above = [100 * (x["loss"] / dense[x["seed"], lr] - 1) for x in runs]
+                row.append(", ".join(f"{x['loss']:.3f}" for x in runs))
+                row.append(f"{statistics.mean(above):+.1f} %" if runs else "")
+                row[1] = f"1/{runs[0]['ratio']:.2f}" if runs else row[1]
+                if runs and lr == LR:
+                    points.append((4 / runs[0]["ratio"], statistics.mean(above), mode, len(runs)))
+            rows.append(row)
+        head = ["mode", "bytes", f"final loss at {LR:g}, by seed", "above dense"]
+        report(name, [*head, f"at {HIGH_LR:g}", "above dense"], rows)
     draw_loss(points)
 
 
@@ -524,6 +329,7 @@ LABELS = {
     "int8": (11, 10, "start"),
     "int8, feedback": (11, -2, "start"),
     "dct, half in int8": (34, -44, "start"),
+    "dct": (11, 4, "start"),
     "the same places in all chunks, half in int8": (34, -64, "start"),
     "largest half in int4": (-11, 4, "end"),
     "drawn for each chunk, half in int8": (-11, 4, "end"),

@@ -1,5 +1,8 @@
 """The tables of chapters 05, 07 and 08 that nobody measured: scale.py at work."""
 
+from copy import deepcopy
+from types import SimpleNamespace
+
 import scale
 import torch
 import transformers
@@ -77,7 +80,12 @@ def split_over_four_nodes():
     name, sequences, length = "Llama-3-70B", 128, 8192
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(scale.config_of(name))
-    blocks_per_stage = load(STAGE_08).split_blocks(model, model.model.layers, 4, length)
+    stages = [SimpleNamespace(index=i, last=3, is_first=i == 0, is_last=i == 3) for i in range(4)]
+    keep_stage = load(STAGE_08).keep_stage
+    blocks_per_stage = []
+    for stage in stages:
+        copy = deepcopy(model)
+        blocks_per_stage.append(len(keep_stage(copy, list(copy.model.layers), stage)))
     ways = {
         "03": "32 shards",
         "04": "4 replicas of 8 shards",

@@ -29,10 +29,7 @@ RUNS = {
     "03": (STAGE_03, []),
     "04, int8, the default": (STAGE_04, ["--shard-size", 1]),
     "04, none": (STAGE_04, ["--shard-size", 1, "--compression", "none"]),
-    "04, randk in int4": (
-        STAGE_04,
-        ["--shard-size", 1, "--compression", "randk", "--wire-dtype", "int4"],
-    ),
+    "04, dct": (STAGE_04, ["--shard-size", 1, "--compression", "dct"]),
     "05, int8, the default": (STAGE_05, ["--shard-size", 1]),
 }
 

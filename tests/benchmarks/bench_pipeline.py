@@ -216,24 +216,17 @@ def write(folder, values):
 
 def wrap_forward(module, after, around=contextlib.nullcontext):
     """Has each forward pass in training run inside `around(model)`, and then call `after`."""
-    keep_stage = module.keep_stage
+    forward_pass = module.forward_pass
 
-    def patched(model, *values):
-        blocks = keep_stage(model, *values)
-        forward = model.forward
+    def wrapped(model, stage, inputs):
+        if not torch.is_grad_enabled():
+            return forward_pass(model, stage, inputs)
+        with around(model):
+            outputs = forward_pass(model, stage, inputs)
+        after(outputs)
+        return outputs
 
-        def wrapped(inputs):
-            if not torch.is_grad_enabled():
-                return forward(inputs)
-            with around(model):
-                outputs = forward(inputs)
-            after(outputs)
-            return outputs
-
-        model.forward = wrapped
-        return blocks
-
-    module.keep_stage = patched
+    module.forward_pass = wrapped
 
 
 def wrap_lap(module, act):
@@ -323,7 +316,7 @@ def virtual(module, folder):
     become the later of the two: neither can go on before the other is there. So the result does not
     depend on the machine."""
     clock, busy, end, steps = [0], [0], [0], []
-    exchange = module.Stage.exchange
+    exchange = module.PipelineStage.exchange
 
     def advance(units):
         clock[0] += units
@@ -348,7 +341,7 @@ def virtual(module, folder):
             steps.append([end[0], busy[0]])
             write(folder, steps)
 
-    module.Stage.exchange = exchange_clocks
+    module.PipelineStage.exchange = exchange_clocks
     wrap_forward(module, after)
     wrap_lap(module, note)
 

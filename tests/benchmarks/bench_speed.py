@@ -229,32 +229,33 @@ def scaling():
 
 def streaming():
     """Two processes: stage 06, which tokenizes during the steps, against stage 05, which has done
-    so before the first one. The documents of both are the paragraphs of the default data, so often
-    that no stream ends: when streams end, ranks have unlike numbers of sequences."""
+    so before the first one. The documents of both are the paragraphs of the default data, in as
+    many files as there are streams, or in one, of which each stream reads all."""
     rows = []
     paragraphs = [part for text in topics.values() for part in text.split("\n\n")]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in paragraphs)
-    for name in ["tiny, 0.7 M", "Llama, 25 M"] if not GPU else MODELS:
+    lines = [json.dumps({"text": text}) + "\n" for text in paragraphs]
+    settings = [("tiny, 0.7 M", 32), ("tiny, 0.7 M", 1), ("Llama, 25 M", 16)]
+    for name, num_files in settings if not GPU else [(name, 16) for name in MODELS]:
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
             how["steps"] *= 2
-            data = Path(folder, "paragraphs.jsonl")
-            tokens = how["steps"] * how["global_batch_size"] * how["seq_length"]
-            data.write_text(lines * (1 + 2 * tokens // len(lines)))
-            flags = ("-d", data, "--compression", "none")
+            for i in range(num_files):
+                Path(folder, "data").mkdir(exist_ok=True)
+                Path(folder, "data", f"{i:02}.jsonl").write_text("".join(lines[i::num_files] * 8))
+            flags = ("-d", Path(folder, "data"), "--compression", "none")
             contenders = {
                 "stage 06": partial(run_stage, how, STAGE_06, 2, *flags),
                 "stage 05": partial(run_stage, how, STAGE_05, 2, *flags),
             }
             results = in_turn(contenders)
-            row = [name, rate(results, "stage 06"), rate(results, "stage 05")]
+            row = [name, num_files, rate(results, "stage 06"), rate(results, "stage 05")]
             row += ratios(results, "stage 06", "stage 05")
             for stage in contenders:
                 data_ms = statistics.median(x["time/data_ms"] for x in results[stage])
                 row.append(f"{data_ms:.1f}")
             rows.append(row)
-    head = ["model", "stage 06, tokens/s", "stage 05, tokens/s", "06 / 05, median of 5", "range"]
-    head += ["data in a step of 06, ms", "of 05, ms"]
+    head = ["model", "files", "stage 06, tokens/s", "stage 05, tokens/s"]
+    head += ["06 / 05, median of 5", "range", "data in a step of 06, ms", "of 05, ms"]
     report("streaming-cuda" if GPU else "streaming", head, rows)
 
 
@@ -338,6 +339,26 @@ def run_and_count(how, stage, patch, *more, processes=2, **variables):
         )
         received = int(run.stdout.split("lo:")[-1].split()[0])
         return list(metrics(Path(folder, "run")).values()), received / processes
+
+
+def replica_memory():
+    """Peak memory of a step of 4 micro-batches, as stage 04 accumulates and as FSDP would."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "warm": 1, "steps": 3}
+        for shard_size in (1, 2):
+            row = [shard_size]
+            for micro_batches in (1, 4):
+                how["global_batch_size"] = 8 * micro_batches
+                flags = ["--shard-size", shard_size, "--compression", "none"]
+                for patch in ("peaks", "peaks=,idiom="):
+                    lines, _ = run_and_count(how, STAGE_04, patch, *flags, processes=4, **TRIM)
+                    row.append(f"{1000 * lines[2]['memory/peak_allocated_gb']:.0f}")
+                    print(shard_size, micro_batches, patch, row[-1], flush=True)
+            rows.append(row)
+    head = ["--shard-size, of 4 processes", "1 micro-batch: stage 04, MB", "FSDP's own way, MB"]
+    head += ["4 micro-batches: stage 04, MB", "FSDP's own way, MB"]
+    report("replica-memory", head, rows)
 
 
 def tensor():
@@ -505,10 +526,7 @@ def watched(module, log):
     save_final_model, module.save_final_model = module.save_final_model, save
     started = []
     before(module, "load_model", lambda: started or (started.append(1), start()))
-    if hasattr(module, "fill_buffers"):
-        before(module, "fill_buffers", lambda: stop("load"))
-    else:
-        before(module.torch.optim, "AdamW", lambda: stop("load"))
+    before(module.torch.optim, "AdamW", lambda: stop("load"))
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -606,24 +624,55 @@ def checkpoint():
             flags = ["-m", model, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 2]
             flags += ["--eval-sequences", 4, "--max-steps", 40, "--ckpt-freq", 8, "--log-freq", 1]
             flags += ["-e", stage, "--save-dir", folder, "--compression", "none", "--shard-size", 1]
-            processes = 1 if GPU else 2
-            how = ["--standalone", "--nproc-per-node", processes]
-            command = torchrun(how, stage, None, flags)
-            subprocess.run(command, env=environment(), check=True, stdout=subprocess.DEVNULL)
+            how = ["--standalone", "--nproc-per-node", 1 if GPU else 2]
+            command = torchrun(how, stage, "stalls", flags)
+            threads = environment()
+            run = subprocess.run(command, env=threads, check=True, capture_output=True, text=True)
+            line = [x for x in run.stdout.splitlines() if x.startswith("stalls ")][0]
+            stalls.append(statistics.median(map(float, line.split()[1:])))
             lines = metrics(Path(folder, stage)).values()
-            state = next(iter(lines))["memory/state_gb"]
-            row = [stage, f"{state:.2f}"]
-            for name in ("checkpoint/save_ms", "checkpoint/stall_ms"):
-                row.append(f"{statistics.median(x[name] for x in lines if name in x):,.0f}")
-            stalls.append(statistics.median(x[name] for x in lines if name in x))
+            row = [stage, f"{next(iter(lines))['memory/state_gb']:.2f}", f"{stalls[-1]:,.0f}"]
             # The steps beside which files are written, and the others.
             near = [x["time/total_ms"] for x in lines if x["step"] > 8 and x["step"] % 8 in (1, 2)]
             far = [x["time/total_ms"] for x in lines if x["step"] > 8 and x["step"] % 8 in (6, 7)]
             row += [f"{statistics.median(part):,.0f}" for part in (near, far)]
             rows.append([*row, f"{stalls[-1] / stalls[0]:.2f}"])
-    head = ["stage", "state of a rank, GB", "until it is on disk, ms", "the loop waits, ms"]
+    head = ["stage", "state of a rank, GB", "the loop waits, ms"]
     head += ["the two steps behind it, ms", "other steps, ms", "wait against stage 04"]
     report("checkpoint-cuda" if GPU else "checkpoint", head, rows)
+
+
+def stalls(module, _):
+    """Prints for how long each save stops the loop, in ms; the last one is not counted."""
+    spent = []
+
+    def clocked(owner, name, begins):
+        function = getattr(owner, name)
+
+        def timed(*values, **named):
+            before = time.perf_counter()
+            result = function(*values, **named)
+            if begins:
+                spent.append(0.0)
+            spent[-1:] = [x + 1000 * (time.perf_counter() - before) for x in spent[-1:]]
+            return result
+
+        setattr(owner, name, timed)
+
+    if hasattr(module, "finish_save"):
+        clocked(module, "finish_save", begins=True)  # before the save: it waits for the last one
+        clocked(module, "checkpoint_tensors", begins=False)
+        clocked(module.dcp, "async_save", begins=False)
+    else:
+        clocked(module, "save_checkpoint", begins=True)
+    close = module.RunLog.close
+
+    def close_and_print(log):
+        close(log)
+        if module.dist.get_rank() == 0:
+            print("stalls", *spent[:4], flush=True)
+
+    module.RunLog.close = close_and_print
 
 
 def recovery():
@@ -650,10 +699,10 @@ def recover(count, last_call):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         variables = {"NNODES": "1" if count == 1 else "1:2", "LAST_CALL": last_call}
         processes = 2 if count == 1 else 1
-        start = stack.enter_context(nodes.job(folder, processes, keep=count == 2, **variables))
+        start = stack.enter_context(nodes.job(folder, processes, **variables))
         flags = ["-e", "a", "--save-dir", folder, "--shard-size", 1, "--log-freq", 1]
         flags += ["--ckpt-freq", 20, "--max-steps", 100000, "-s", 64, "--global-batch-size", 8]
-        started = [start(f"node-{i}", *flags, rank=i) for i in range(count)]
+        started = [start(f"node-{i}", *flags) for i in range(count)]
         # The checkpoint of step 20 is on disk, and some steps are made behind it.
         nodes.wait_until(lambda: nodes.last_step(folder / "a") > 30, "30 steps", started)
         workers = {worker.pid for node in started for worker in node.workers()}
@@ -677,7 +726,7 @@ def recover(count, last_call):
                 if "resumed from /" in behind:
                     seen.setdefault("loaded", time.time())
                 if nodes.last_step(folder / "a") > furthest and "loaded" in seen:
-                    lines = [x for x in behind.splitlines() if "steps repeated" in x]
+                    lines = [x for x in behind.splitlines() if "steps are repeated" in x]
                     repeated = int(lines[0].split(", ")[-1].split()[0])
                     seen["new"] = time.time()
             time.sleep(0.02)
@@ -775,7 +824,7 @@ def chunked(module, count):
 
 
 PATCHES = {"clocked": clocked, "traced": traced, "unfused": unfused}
-PATCHES |= {"peaks": peaks, "watched": watched}
+PATCHES |= {"peaks": peaks, "watched": watched, "stalls": stalls}
 PATCHES |= {"masked": masked, "chunked": chunked, "compiled_loss": compiled_loss}
 WIDE = {**TINY, "vocab_size": 128256, "tie_word_embeddings": True}
 LEVERS = [

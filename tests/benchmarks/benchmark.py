@@ -10,6 +10,7 @@ Timings are ratios within one command on one machine, contenders in turn.
     world       stages 02 and 03 with one process, against stage 01
     memory      state of a rank in stages 02 and 03
     accumulation  memory, traffic and speed with 1, 2 and 4 micro-batches in a step
+    replica-memory  memory of accumulated gradients in stage 04
     tensor      stage 07 with one to four ranks in a tensor group
     tensor-memory  peak memory of a step of stage 07
     pipeline    stage 08 with one, two and four pipeline stages
@@ -33,12 +34,10 @@ Timings are ratios within one command on one machine, contenders in turn.
     loss        final loss of each way to compress gradients, two hours
     tabulate    the tables and the plot of what `loss` has measured so far
     profile 03-fsdp  a torch.profiler trace of a stage, to outputs/
-    break-even outputs/NAME 2  the speed of a link below which compression makes a run faster, from
-                               the log of a run of stage 04: its folder and number of processes
 
 `pip install -e '.[test,bench]'` brings the peers. `wire`, `link`, `picture` and `timeline` need
-Linux, root, and `ip` and `tc` (Debian: iproute2), `accumulation`, `tensor`, `tensor-memory` and
-`pipeline` Linux and `ip`.
+Linux, root, and `ip` and `tc` (Debian: iproute2), `accumulation`, `replica-memory`, `tensor`,
+`tensor-memory` and `pipeline` Linux and `ip`.
 """
 
 import sys
@@ -69,9 +68,7 @@ def worker(stage, patches, flags):
         PATCHES[name](module, value)
     sys.argv = [str(ROOT / stage / "train-llm.py"), *flags]
     module.main(module.parse_args())
-    if hasattr(module, "shut_down"):
-        module.shut_down()
-    elif stage != STAGE_01:
+    if stage != STAGE_01:
         module.dist.barrier()
         module.time.sleep(0.2)
         module.dist.destroy_process_group()
@@ -92,6 +89,7 @@ COMMANDS = {
     "world": bench_speed.world_of_one,
     "memory": bench_speed.memory,
     "accumulation": bench_speed.accumulation,
+    "replica-memory": bench_speed.replica_memory,
     "tensor": bench_speed.tensor,
     "tensor-memory": bench_speed.tensor_memory,
     "pipeline": bench_pipeline.pipeline,
@@ -115,11 +113,10 @@ COMMANDS = {
     "loss": bench_compression.loss,
     "tabulate": bench_compression.tabulate,
     "profile": bench_speed.profile,
-    "break-even": bench_compression.break_even,
     "all": everything,
 }
 # How many words follow these commands. The others stand alone.
-ARGUMENTS = {"profile": 1, "break-even": 2}
+ARGUMENTS = {"profile": 1}
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:] or [""]

@@ -193,8 +193,8 @@ def model_on_stages():
     modules = ["embeddings", "block 0", "block 1", "block 2", "norm", "output layer"]
     left, step, width, height = 84, 124, 110, 40
     replaced = [
-        [None, None, None, "EndOfStage", "PassThrough", "PassThrough"],
-        ["PassThrough", "PassThrough", "Entrance", None, None, None],
+        [None, None, None, "PassThrough", "PassThrough", "PassThrough"],
+        ["PassThrough", "PassThrough", "PassThrough", None, None, None],
     ]
     for i, name in enumerate(modules):
         canvas.text(left + i * step + width / 2, 18, name, "muted small", "middle")
@@ -209,10 +209,12 @@ def model_on_stages():
                 canvas.box(x, y, width, height, color, name)
             else:
                 tint(canvas, x, y, width, height, "line", stand_in, "text small", dashed=True)
-    # The hidden states leave pipeline stage 0 at EndOfStage, and come into stage 1 at Entrance.
-    start, end = left + 3 * step + width / 2, left + 2 * step + width / 2
-    canvas.arrow(start, 32 + height, end, 142, "activations")
-    canvas.text(start + 8, 104, "hidden states, sent by stage 0", "muted small")
+    # What stage 0 returns are the inputs of stage 1: its embeddings pass them through.
+    start, end, middle = left + 5 * step + width / 2, left + width / 2, 107
+    canvas.line(start, 32 + height, start, middle, "activations")
+    canvas.line(start, middle, end, middle, "activations")
+    canvas.arrow(end, middle, end, 142, "activations")
+    canvas.text((start + end) / 2, middle - 8, "hidden states", "muted small", "middle")
     note = "Filled: the module of the model. Dashed: what stands in its place. Both stages run the "
     note += "whole forward pass of the model, from left to right."
     paragraph(canvas, 0, 222, note, columns=112)
@@ -799,58 +801,52 @@ def mesh_tensor():
 # ------------------------------------------------------------------ documents and tokens
 
 
-def cut_streams(lengths, count, seq_length):
-    """The sequences of each stream and what is left, as `stream_of` and `cut` in 06-streaming.
-
-    A sequence is a list of (document, token), with the position after it: the document, and how
-    many of its tokens are used."""
-    sequences = [[] for _ in range(count)]
-    tokens = [[] for _ in range(count)]
-    for number, length in enumerate(lengths):
-        stream = (number + number // count) % count
-        for token in range(length):
-            tokens[stream].append((number, token))
-            if len(tokens[stream]) == seq_length:
-                sequences[stream].append((tokens[stream], (number, token + 1)))
-                tokens[stream] = []
-    return sequences, tokens
-
-
-DOCUMENT_COLORS = ["parameters", "gradients", "moments"]
-
-
 def streams():
-    """Three documents on two streams: sequences, steps, ranks, and the positions after step 2."""
-    canvas = Canvas(426, label="Documents are dealt to streams, which are cut into sequences")
-    lengths = [12, 5, 7]  # tokens of a document
-    count, batch_size, seq_length = 2, 2, 4
-    sequences, _ = cut_streams(lengths, count, seq_length)
+    """Four documents on two endless streams: sequences, steps, ranks, positions after step 2."""
+    canvas = Canvas(426, label="Documents are dealt to endless streams, which cut them")
+    documents = [("a", 6), ("b", 5), ("c", 7), ("d", 2)]  # names, and their numbers of tokens
+    colors = {"a": "parameters", "b": "gradients", "c": "moments", "d": "activations"}
+    count, seq_length = 2, 4  # the streams are the sequences of a global batch
+
+    def cut(stream):
+        """As `cut` in 06-streaming/toy.py: sequences, and the position after each."""
+        tokens = []
+        for epoch in itertools.count():
+            for name, length in documents[stream::count]:
+                tokens += [(name, i, epoch) for i in range(length)]
+                while len(tokens) >= seq_length:
+                    sequence, tokens = tokens[:seq_length], tokens[seq_length:]
+                    yield sequence, (epoch, name, length - len(tokens))
 
     size = 24
     canvas.text(0, 52, "documents", "text title")
     x = 116
-    for number, length in enumerate(lengths):
+    for number, (name, length) in enumerate(documents):
         middle = x + length * size / 2
-        canvas.text(middle, 24, f"document {number}", "text", "middle")
+        canvas.text(middle, 24, name, "text title", "middle")
         for token in range(length):
-            canvas.box(x + token * size, 36, size - 2, 24, DOCUMENT_COLORS[number], token)
-        text = f"to stream {(number + number // count) % count}"
-        canvas.text(middle, 80, text, "muted small", "middle")
+            canvas.box(x + token * size, 36, size - 2, 24, colors[name], f"{name}{token}")
+        canvas.text(middle, 80, f"stream {number % count}", "muted small", "middle")
         x += length * size + 30
 
     left, step_width, tops = 116, 4 * size + 36, [158, 228]
+    sequences = [list(itertools.islice(cut(stream), 3)) for stream in range(count)]
     for k in range(3):
         x = left + k * step_width
-        canvas.box(x - 12, 122, 4 * size + 22, 152, "line", outline=True, radius=6)
+        canvas.box(x - 12, 122, 4 * size + 22, 158, "line", outline=True, radius=6)
         canvas.text(x + 2 * size - 1, 114, f"step {k + 1}", "text title", "middle")
     for stream, y in enumerate(tops):
         canvas.text(0, y + 17, f"stream {stream}", "text title")
+        epoch_before = 0
         for k, (content, _) in enumerate(sequences[stream]):
             x = left + k * step_width
-            text = f"sequence {k * count + stream}"
-            canvas.text(x + 2 * size - 1, y - 9, text, "text small", "middle")
-            for i, (number, token) in enumerate(content):
-                canvas.box(x + i * size, y, size - 2, 24, DOCUMENT_COLORS[number], token)
+            for i, (name, token, epoch) in enumerate(content):
+                canvas.box(x + i * size, y, size - 2, 24, colors[name], f"{name}{token}")
+                if epoch > epoch_before:
+                    canvas.line(x + i * size - 1, y - 5, x + i * size - 1, y + 29, "text")
+                    end = x + 4 * size - 2
+                    canvas.text(end, y + 42, "begins again", "text small", "end")
+                    epoch_before = epoch
 
     x = left + 3 * step_width + 8
     canvas.text(x + 105, 114, "read by", "text title", "middle")
@@ -858,8 +854,7 @@ def streams():
         middle = x + 50 + column * 110
         canvas.text(middle, 138, f"with {ranks} rank" + "s" * (ranks > 1), "muted", "middle")
         for stream, y in enumerate(tops):
-            rank = stream % batch_size % ranks
-            tint(canvas, middle - 40, y - 2, 80, 28, "line", f"rank {rank}", "text")
+            tint(canvas, middle - 40, y - 2, 80, 28, "line", f"rank {stream % ranks}", "text")
 
     # The positions after step 2.
     edge = left + 2 * step_width - 19
@@ -869,184 +864,11 @@ def streams():
     canvas.text(0, 340, "positions", "text title")
     canvas.text(0, 358, "after step 2", "muted small")
     for stream in range(count):
-        number, used = sequences[stream][1][1]
-        text = f"stream {stream}: document {number}, {used} of its tokens used"
+        epoch, name, used = sequences[stream][1][1]
+        text = f"stream {stream}: epoch {epoch}, in document {name}, {used} of its tokens used"
         canvas.text(left + 4, 342 + 24 * stream, text)
-    note = "The numbers in the boxes count the tokens of a document."
+    note = "a4 is token 4 of document a."
     canvas.text(0, 412, note, "muted small")
-    return canvas
-
-
-def dealing():
-    """A reader deals documents to four streams: what it reads, and what waits in the queues."""
-    canvas = Canvas(392, label="A reader with a queue for each stream of its rank")
-    count, own = 4, {0: "parameters", 2: "moments"}  # the streams of this rank, and their colors
-    asking = [0, 0, 2, 0]  # the streams that ask for a document, one after the other
-    documents, left, width, height = 12, 130, 37, 26
-
-    def stream_of(number):
-        return (number + number // count) % count
-
-    def document(x, y, number):
-        canvas.box(x, y, width - 5, height, own.get(stream_of(number), "idle"), number)
-
-    canvas.text(0, 55, "documents", "text title")
-    canvas.text(0, 84, "go to stream")
-    for number in range(documents):
-        x = left + number * width
-        document(x, 38, number)
-        canvas.text(x + (width - 5) / 2, 84, stream_of(number), "text", "middle")
-    for start in range(0, documents, count):
-        x1, x2 = left + start * width, left + (start + count) * width - 5
-        bracket(canvas, x1, x2, 28)
-        text = f"round {start // count}"
-        canvas.text((x1 + x2) / 2, 20, text, "muted small", "middle")
-
-    # As `documents_of` and `read` in 06-streaming.
-    gets, queue_x = 604, {0: 648, 2: 736}
-    canvas.line(0, 102, WIDTH, 102, "idle")
-    canvas.text(0, 126, "who asks", "text title")
-    canvas.text(left, 126, "what the reader reads then", "text title")
-    canvas.text(gets, 126, "it gets", "text title", "middle")
-    canvas.text(queue_x[0], 126, "the queues after that", "text title")
-    for stream, x in queue_x.items():
-        canvas.text(x, 145, f"for stream {stream}", "text small")
-    queues = {stream: [] for stream in own}
-    position = 0
-    for row, stream in enumerate(asking):
-        y = 162 + row * 46
-        canvas.text(0, y + 18, f"stream {stream}")
-        start = position
-        while not queues[stream]:
-            if stream_of(position) in own:
-                queues[stream_of(position)].append(position)
-            document(left + position * width, y, position)
-            position += 1
-        if start == position:
-            canvas.text(left, y + 18, "nothing: a document waits in its queue", "muted")
-        number = queues[stream].pop(0)
-        document(gets - (width - 5) / 2, y, number)
-        for waiting, x in queue_x.items():
-            for i, other in enumerate(queues[waiting]):
-                document(x + i * width, y, other)
-            if not queues[waiting]:
-                canvas.text(x, y + 18, "empty", "muted small")
-
-    y = 162 + len(asking) * 46 + 6
-    canvas.line(0, y, WIDTH, y, "idle")
-    legend = [(color, f"of stream {stream}", 120) for stream, color in own.items()]
-    legend.append(("idle", "of streams that other ranks read: dropped", 0))
-    x = left
-    for color, text, step in legend:
-        canvas.box(x, y + 13, 16, 16, color)
-        canvas.text(x + 23, y + 26, text, "text small")
-        x += step
-    return canvas
-
-
-def batches_asked_for(sequences, batch_size, turn=0):
-    """As `draw` in 06-streaming. Yields each time that the ranks ask which streams have a sequence.
-
-    `sequences` has those of each stream in an epoch. Yields the number of the batch, the answer
-    for each stream, the batch as it is then, and how many sequences were added."""
-    rest = [[*content] for content in sequences]
-    for number in itertools.count():
-        batch = []
-        while len(batch) < batch_size:
-            answers = [int(bool(content)) for content in rest]
-            order = [(turn + i) % len(rest) for i in range(len(rest))]
-            live = [stream for stream in order if answers[stream]][: batch_size - len(batch)]
-            if not live:
-                rest, turn = [[*content] for content in sequences], 0
-            for stream in live:
-                batch.append((stream, rest[stream].pop(0)))
-                turn = stream + 1
-            yield number, answers, [*batch], len(live)
-
-
-def end_of_epoch():
-    """Global batches when streams have ended: the answers of all streams, and who gives what."""
-    canvas = Canvas(504, label="Streams that have ended are skipped, and the others fill the batch")
-    answer_x, batch_x, note_x, cell, size, spacing = 110, 236, 560, 26, 24, 36
-
-    def heading(y, count, first):
-        canvas.text(0, y, first, "text title")
-        canvas.text(answer_x, y - 18, "has stream … another sequence?", "text title")
-        for stream in range(count):
-            x = answer_x + stream * cell + (cell - 4) / 2
-            canvas.text(x, y, stream, "muted small", "middle")
-        canvas.text(batch_x, y, "the batch then", "text title")
-
-    def row(y, text, answers, note, style="text"):
-        canvas.text(0, y + 17, text)
-        for stream, answer in enumerate(answers):
-            x = answer_x + stream * cell
-            tint(canvas, x, y, cell - 4, 24, "line", answer, dashed=not answer, text_style="text")
-        canvas.text(note_x, y + 17, note, style)
-
-    # Four streams, of which stream 2 has ended.
-    canvas.text(
-        0, 18, "4 streams, of which stream 2 has ended. G = 4, turn of stream 0", "text title"
-    )
-    heading(62, 4, "the ranks ask")
-    asked = batches_asked_for([[0, 1], [0, 1], [], [0, 1]], 4)
-    for k, (_, answers, batch, added) in enumerate(itertools.islice(asked, 2)):
-        y = 72 + k * spacing
-        given = ", ".join(str(stream) for stream, _ in batch[len(batch) - added :])
-        note = f"streams {given}: 2 is skipped" if added > 1 else f"stream {given} gives another"
-        row(y, ["once", "again"][k], answers, note)
-        for place in range(4):
-            x = batch_x + place * 76
-            if place < len(batch):
-                color = "rank3" if place >= len(batch) - added else "idle"
-                canvas.box(x, y, 72, 24, color, f"stream {batch[place][0]}")
-            else:
-                tint(canvas, x, y, 72, 24, "line", dashed=True)
-    canvas.line(0, 158, WIDTH, 158, "idle")
-
-    # The example of three documents, with one token less.
-    canvas.text(0, 186, "2 streams, documents of 12, 5 and 6 tokens. G = 2", "text title")
-    sequences, leftover = cut_streams([12, 5, 6], 2, 4)
-
-    def tokens(x, y, content):
-        for i, (number, token) in enumerate(content):
-            canvas.box(x + i * size, y, size - 2, 24, DOCUMENT_COLORS[number], token)
-
-    for stream, content in enumerate(sequences):
-        y = 200 + stream * 32
-        canvas.text(0, y + 17, f"stream {stream}")
-        for k, (part, _) in enumerate(content):
-            tokens(answer_x + k * (4 * size + 10), y, part)
-        x = answer_x + len(content) * (4 * size + 10)
-        for i, (number, token) in enumerate(leftover[stream]):
-            tint(canvas, x + i * size, y, size - 2, 24, DOCUMENT_COLORS[number], token, dashed=True)
-        if leftover[stream]:
-            text = f"{len(leftover[stream])} tokens left: they fill no sequence and are dropped"
-            canvas.text(x + len(leftover[stream]) * size + 10, y + 17, text, "muted small")
-    heading(310, 2, "the ranks ask")
-    asked = itertools.islice(batches_asked_for(sequences, 2), 6)
-    notes = {
-        1: "both give one: the batch is full",
-        2: "stream 0 gives one, 1 is skipped",
-        3: "all have ended: epoch 1 begins",
-        4: "stream 0 gives its first sequence",
-        5: "it is the turn of stream 1",
-    }
-    before = None
-    for k, (number, answers, batch, _) in enumerate(asked):
-        text = f"step {number + 1}" if number != before else "again"
-        before = number
-        if k == 0:
-            continue
-        y = 320 + (k - 1) * spacing
-        style = "text title" if not any(answers) else "text"
-        row(y, text, answers, notes[k], style)
-        for place in range(2):
-            x = batch_x + place * (4 * size + 14)
-            if place < len(batch):
-                tokens(x, y, batch[place][1][0])
-            else:
-                tint(canvas, x, y, 4 * size - 2, 24, "line", dashed=True)
     return canvas
 
 
@@ -1119,8 +941,6 @@ PICTURES = {
     "agents": agents,
     "elastic": elastic,
     "streams": streams,
-    "dealing": dealing,
-    "end-of-epoch": end_of_epoch,
     "column-row": column_row,
     "mesh-tensor": mesh_tensor,
     "schedules": schedules,

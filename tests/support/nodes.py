@@ -1,11 +1,11 @@
 """Nodes of a job on this machine: run.sh, torchrun and workers, as on machines of their own."""
 
-import os
+import json
 import re
 import socket
 import subprocess
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -76,46 +76,32 @@ def paused(nodes):
 
 
 @contextmanager
-def rendezvous_store(variables):
-    """The store in a process of its own, as on a machine outside of the job."""
-    command = ["bash", str(RUN), "store"]
-    process = subprocess.Popen(command, env=environment(**variables), stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline().strip() == variables["MASTER_PORT"].encode()
-        yield
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@contextmanager
-def job(folder, processes=1, keep=True, **more):
-    """Yields a function that starts a node of a new job, with a name, flags, and its number. What
-    the nodes said is printed if the test fails."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NNODES": "1:4"}
-    variables |= {
-        "NPROC_PER_NODE": str(processes),
-        "LAST_CALL": "3",
-        "RDZV_ID": os.urandom(4).hex(),
-    }
-    variables |= more
+def job(folder, processes=1, store="127.0.0.1", **more):
+    """Yields a function that starts a node of a new job, with a name and flags. The first one is at
+    the address of the store, and serves it if that is not outside of the job. What the nodes said
+    is printed if the test fails."""
+    variables = {"MASTER_ADDR": store, "MASTER_PORT": str(free_port()), "NNODES": "1:4"}
+    variables |= {"NPROC_PER_NODE": str(processes), "LAST_CALL": "3", "RDZV_ID": "a"}
+    # All are at 127.0.0.1. Those that do not serve the store say that they are elsewhere.
+    variables |= {"GLOO_SOCKET_IFNAME": "lo"} | more
     nodes = []
 
-    def start(name, *flags, rank=1, **others):
-        own = variables | {"NODE_RANK": str(rank)} | others
+    def start(name, *flags, **others):
+        number = len(nodes) + 1
+        own = variables | {"LOCAL_ADDR": f"127.0.0.{number}"} | others
         nodes.append(Node(folder / f"{name}.log", own, flags))
         return nodes[-1]
 
-    with rendezvous_store(variables) if keep else nullcontext():
-        try:
-            yield start
-        except BaseException:
-            for node in nodes:
-                print(f"{node.log}, exit code {node.process.poll()}:\n{node.said()}")
-            raise
-        finally:
-            for node in nodes:
-                node.kill()
+    start.variables = variables
+    try:
+        yield start
+    except BaseException:
+        for node in nodes:
+            print(f"{node.log}, exit code {node.process.poll()}:\n{node.said()}")
+        raise
+    finally:
+        for node in nodes:
+            node.kill()
 
 
 def wait_until(condition, what, nodes=()):
@@ -141,25 +127,28 @@ def join(start, *nodes):
     return new
 
 
+def last_line(run_dir):
+    """The last whole line of a run's metrics. The lines of a step that is repeated are cut off when
+    the run is resumed."""
+    path = Path(run_dir, "metrics.jsonl")
+    lines = [x for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
+    return json.loads(lines[-1]) if lines else {}
+
+
 def last_step(run_dir):
-    """The number of the last step that the run has made."""
-    path = Path(run_dir, "progress")
-    words = path.read_text().split() if path.exists() else []
-    return int(words[0]) if words else 0
+    """The number of the last step that the run has logged."""
+    return last_line(run_dir).get("step", 0)
 
 
-def world_sizes(run_dir):
-    """The world size of the last step made, 0 before the first."""
-    path = Path(run_dir, "progress")
-    words = path.read_text().split() if path.exists() else []
-    return int(words[1]) if words else 0
+def world_size(run_dir):
+    """The world size of the last step logged, 0 before the first."""
+    return last_line(run_dir).get("elastic/world_size", 0)
 
 
-def changes(*nodes):
-    """What was said of each restart: world before, world after, at step, from step, repeated."""
-    pattern = r"world (\d+) → (\d+) at step (\d+), resumed from step (\d+), (\d+) steps repeated"
-    found = {tuple(map(int, m)) for node in nodes for m in re.findall(pattern, node.said())}
-    return sorted(found, key=lambda change: (change[3], -change[2]))
+def restarts(*nodes):
+    """What was said of each restart: its number, the new world size, the steps repeated."""
+    pattern = r"restart (\d+): (\d+) processes, (\d+) steps are repeated"
+    return sorted({tuple(map(int, m)) for node in nodes for m in re.findall(pattern, node.said())})
 
 
 def named(folder, steps=100000):

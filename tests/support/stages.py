@@ -24,15 +24,8 @@ def script(stage):
 # A stage whose script is not written yet is left out.
 PARENTS = {stage: parent for stage, parent in PARENTS.items() if script(stage).exists()}
 STAGES = ("01-single-gpu", *PARENTS)
-# These share logs_and_checkpoints.py. The others still share logs_and_checkpoints_old.py, whose
-# checkpoints are others, and stand on the scripts that 01 to 03 were before.
-NEW_BASE = STAGES[:3]
-# Which stage is compared with which: those that stand on the same base.
-PAIRS = [
-    (parent, stage)
-    for stage, parent in PARENTS.items()
-    if (parent in NEW_BASE) == (stage in NEW_BASE)
-]
+# Which stage is compared with which.
+PAIRS = [(parent, stage) for stage, parent in PARENTS.items()]
 
 
 def builds_on(stage, other):

@@ -1,0 +1,77 @@
+"""Sends training runs to Slurm from Python, with submitit: one job for each combination of values.
+
+    python submit.py train-llm.py -e gpt2 --nodes 2 --gpus-per-node 8 -m gpt2 --lr 1e-5,3e-5
+
+The script may be that of any stage. Flags that are unknown here go to it, and values with commas
+between them are tried one by one. Slurm starts the processes, so torchrun is not needed. A job that
+is preempted, or that reaches its time limit, is queued again and resumes its run.
+"""
+
+import argparse
+import itertools
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import submitit
+
+LOGS = Path(__file__).resolve().parent.parent / "outputs" / "slurm"
+
+
+class Training:
+    """Runs a script in each process of a job."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __call__(self):
+        # RANK, WORLD_SIZE, MASTER_ADDR and so on, as torchrun sets them.
+        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        self.process = subprocess.Popen(self.command)
+        if self.process.wait() != 0:
+            sys.exit(1)
+
+    def checkpoint(self):
+        """Ends the script, before Slurm does. Returns what runs when the job is started again.
+
+        Stages 05 and 06 save on SIGTERM. The others resume from their last checkpoint."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait()
+        return submitit.helpers.DelayedSubmission(Training(self.command))
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # otherwise flags of the script could be taken for shortened ones
+    )
+    parser.add_argument("script", type=Path)
+    parser.add_argument("-e", "--experiment-name", required=True)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=0, help="0: one process, on the CPU")
+    parser.add_argument("--cpus-per-task", type=int, help="for each process, None: Slurm's default")
+    parser.add_argument("--hours", type=float, default=24, help="time limit of a job")
+    parser.add_argument("--logs", type=Path, default=LOGS)
+    args, flags = parser.parse_known_args()
+
+    for values in itertools.product(*(flag.split(",") for flag in flags)):
+        chosen = [value for value, flag in zip(values, flags, strict=True) if value != flag]
+        name = "-".join([args.experiment_name, *chosen])
+        command = [sys.executable, str(args.script.resolve()), "-e", name, *values]
+        executor = submitit.AutoExecutor(args.logs, slurm_max_num_timeout=1000)
+        executor.update_parameters(
+            name=name,
+            nodes=args.nodes,
+            tasks_per_node=max(1, args.gpus_per_node),
+            gpus_per_node=args.gpus_per_node or None,
+            cpus_per_task=args.cpus_per_task,
+            timeout_min=int(60 * args.hours),
+            slurm_signal_delay_s=300,  # seconds before the time limit
+        )
+        print(f"job {executor.submit(Training(command)).job_id}: {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -452,7 +452,14 @@ def split_layers(model, mesh):
 
     # With src_data_rank=None a rank takes its parts from its own copy of the model, which on most
     # ranks has no values yet. Otherwise they would be sent.
+    # It would send buffers nevertheless, such as the scale of Gemma's embeddings. `send_weights`
+    # does this later, so they are set aside.
+    buffers = {module: module._buffers for module in model.modules()}
+    for module in buffers:
+        module._buffers = {}
     parallelize_module(model, mesh, styles, src_data_rank=None)
+    for module, own_buffers in buffers.items():
+        module._buffers = own_buffers
     # Embeddings and output layer may share one weight. Each has got a DTensor of its own from it.
     model.tie_weights()
 

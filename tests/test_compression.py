@@ -173,7 +173,7 @@ def test_replicas_that_differ_are_noticed(tmp_path):
 
 NATIVE = (
     ('mesh=mesh["shard"], mp_policy', "mesh=mesh, mp_policy"),
-    ("module.set_all_reduce_hook(partial(average, module))", "pass"),
+    ("module.set_all_reduce_hook(partial(replica_average, module))", "pass"),
     ("            optimizer.zero_grad()\n\n", "\n"),  # gradients add up in `.grad`
 )
 

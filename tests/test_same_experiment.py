@@ -206,7 +206,7 @@ EVERY = {
     "02-ddp": ("model.require_backward_grad_sync = is_last", "pass"),
     "03-fsdp": ("model.set_requires_gradient_sync(is_last)", "pass"),
 }
-EVERY["04-compression"] = ("average.is_last = is_last", "average.is_last = True")
+EVERY["04-compression"] = ("replica_average.is_last = is_last", "replica_average.is_last = True")
 CALLS = {"02-ddp": 5, "03-fsdp": 5 * 4, "04-compression": 5 * 4}  # steps × (3 blocks and the root)
 
 

@@ -162,7 +162,8 @@ def test_comments_stay_on_higher_stages():
         lower = script(below).read_text().splitlines()
         upper = script(stage).read_text().splitlines()
         for comment, line in zip(lower, lower[1:], strict=False):
-            if comment.strip().startswith("#") and line in upper:
+            is_code = not line.strip().startswith("#")  # within a comment a line may change
+            if comment.strip().startswith("#") and is_code and line in upper:
                 assert comment in upper, comment
 
 

@@ -215,7 +215,7 @@ SWEEP = (2.5e-4, 3.5e-4, LR, 7e-4, HIGH_LR)
 # Name: --compression, or None for a patch of stage 02; seeds at LR, at HIGH_LR.
 MODES = {
     "dense": ("none", 2, 2),
-    "int8": ("int8", 2, 1),
+    "int8": ("int8", 2, 2),
     "dct": ("dct", 2, 1),
     "PowerSGD, rank 16, warm-up": (None, 1, 1),
 }
@@ -290,7 +290,7 @@ def tabulate():
     lines = [json.loads(line) for line in (MEASURED / "loss.jsonl").read_text().splitlines()]
     lines.sort(key=lambda line: line["seed"])
     dense = {(x["seed"], x["lr"]): x["loss"] for x in lines if x["mode"] == "dense"}
-    all_bytes = next(x["bytes"] for x in lines if x["mode"] == "dense")
+    all_bytes = next(x["bytes"] for x in lines if x["mode"] == "dense" and "bytes" in x)
     for line in lines:
         line["ratio"] = line["ratio"] or all_bytes / line["bytes"]
     sweep = [[f"{lr:g}", f"{dense[0, lr]:.3f}"] for lr in SWEEP]

@@ -157,7 +157,7 @@ def named(folder, steps=100000):
 
 
 def assert_the_curve(folder, curve):
-    """The curve of the run on one process, which nothing interrupts."""
+    """The curve of the run on one process, which nothing interrupts: its first 1000 steps."""
     seen = metrics(folder / "a")
     steps = sorted(seen)
     assert steps == list(range(1, steps[-1] + 1))
@@ -165,5 +165,5 @@ def assert_the_curve(folder, curve):
     whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", length)
     assert_same_curve(whole, seen, [step for step in steps if step <= 200], rel_norm=1e-3)
     # Rounding differences grow with the steps. Another batch is far beyond them.
-    for step in steps:
+    for step in steps[:length]:
         assert seen[step]["train/loss"] == pytest.approx(whole[step]["train/loss"], rel=3e-2), step

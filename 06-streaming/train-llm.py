@@ -135,7 +135,7 @@ def main(args):
     if run_dir and not (run_dir / "lock").exists():  # rank 0 has created it
         fail(f"--save-dir {args.save_dir}: all nodes must share this folder")
 
-    # Data: documents, which are tokenized and cut into sequences when they are needed.
+    # Data: sequences of one length, cut from the documents.
     config, weights = load_config(args.model_name, args.from_scratch)
     tokenizer = load_tokenizer(args.model_name, args.dataset_name)
     documents, eval_data = load_data(args, config, tokenizer)

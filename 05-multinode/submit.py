@@ -9,9 +9,11 @@ is preempted, or that reaches its time limit, is queued again and resumes its ru
 
 import argparse
 import itertools
+import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import submitit
@@ -28,7 +30,8 @@ class Training:
     def __call__(self):
         # RANK, WORLD_SIZE, MASTER_ADDR and so on, as torchrun sets them.
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        self.process = subprocess.Popen(self.command)
+        # Slurm sends its signal to all processes of a job. It is submitit that handles it.
+        self.process = subprocess.Popen(self.command, preexec_fn=ignore_usr2)
         if self.process.wait() != 0:
             sys.exit(1)
 
@@ -37,8 +40,14 @@ class Training:
 
         Stages 05 and 06 save on SIGTERM. The others resume from their last checkpoint."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait()
+        # Not `process.wait()`: this runs in a signal handler, which has interrupted that call.
+        with suppress(ChildProcessError):
+            os.waitpid(self.process.pid, 0)
         return submitit.helpers.DelayedSubmission(Training(self.command))
+
+
+def ignore_usr2():
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def main():

@@ -187,8 +187,8 @@ def two_hosts():
 
 
 def test_a_link_is_cut_for_longer_than_the_timeout(curve, tmp_path):
-    """The workers of both sides end, and that of the store goes on alone. With the link back the
-    agent of the other reaches the store again, and the two go on together."""
+    """The side of the store goes on alone. The agent of the other ends with an error, when the link
+    is back. Started again, it joins, and the two go on together."""
     with two_hosts() as hosts, ExitStack() as stack:
         variables = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500", "NNODES": "1:2"}
         variables |= {"NPROC_PER_NODE": "2", "LAST_CALL": "5", "MAX_RESTARTS": "9"}
@@ -206,6 +206,8 @@ def test_a_link_is_cut_for_longer_than_the_timeout(curve, tmp_path):
         hosts.link(1, "down")
         wait_until(lambda: world_size(tmp_path / "a") == 2, "the near one alone", [near])
         hosts.link(1, "up")
+        assert far.wait() != 0
+        far = start("C", 1)
         wait_until(lambda: world_size(tmp_path / "a") == 4, "both hosts again", [near, far])
         for node in (near, far):
             node.signal(signal.SIGTERM)

@@ -1,8 +1,7 @@
-"""Stage 05 on real launchers: Slurm, and two hosts with a link between them."""
+"""Stage 05 on real launchers: Slurm, and submitit."""
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +13,9 @@ import pytest
 from conftest import ROOT, assert_same_curve, environment, metrics
 from nodes import (
     ALONE,
-    Node,
     assert_the_curve,
     last_step,
     named,
-    restarts,
     wait_until,
     world_size,
 )
@@ -131,89 +128,6 @@ def test_slurm_loses_a_node(slurm, curve, tmp_path):
     wait_until(lambda: job.state() == "CANCELLED", "the end of the job")
     wait_until(lambda: not job.processes("train-llm", "SLURM_JOB_ID"), "the end of its processes")
     assert (tmp_path / "a" / f"step-{last_step(tmp_path / 'a'):08d}").exists()
-    assert_the_curve(tmp_path, curve)
-
-
-class Hosts:
-    """Two network namespaces on a bridge, each with an address of its own. The first knows itself
-    by its name as 127.0.1.1, as Debian installs it."""
-
-    def __init__(self):
-        self.bridge = f"br{os.getpid()}"
-        self.names = [f"host{number}-{os.getpid()}" for number in (1, 2)]
-        self.addresses = ["10.77.3.1", "10.77.3.2"]
-        for name in self.names:
-            known = [f"127.0.1.1 {name}"]
-            known += [
-                f"{a} {n}" for a, n in zip(self.addresses, self.names, strict=True) if n != name
-            ]
-            folder = Path("/etc/netns", name)
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
-
-    def link(self, number, way):
-        """Cuts or mends the cable of a host: neither side is told, packets are lost."""
-        subprocess.run(["ip", "link", "set", f"p{number}-{os.getpid()}", way], check=True)
-
-    def prefix(self, number):
-        return ("ip", "netns", "exec", self.names[number])
-
-
-@contextmanager
-def two_hosts():
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("hosts of its own need root and ip (Debian: apt-get install iproute2)")
-    hosts, pid = Hosts(), os.getpid()
-    commands = [f"link add {hosts.bridge} type bridge", f"link set {hosts.bridge} up"]
-    for number, (name, address) in enumerate(zip(hosts.names, hosts.addresses, strict=True)):
-        port, cable = f"p{number}-{pid}", f"c{number}-{pid}"
-        commands += [f"netns add {name}", f"link add {port} type veth peer name {cable}"]
-        commands += [f"link set {port} master {hosts.bridge}", f"link set {port} up"]
-        commands += [f"link set {cable} netns {name}", f"-n {name} link set lo up"]
-        commands += [f"-n {name} addr add {address}/24 dev {cable}"]
-        commands += [f"-n {name} link set {cable} up"]
-        commands += [f"-n {name} route add default dev {cable}"]
-    try:
-        for command in commands:
-            done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
-            if done.returncode != 0:
-                pytest.skip(f"no network namespaces here: ip {command}: {done.stderr}")
-        yield hosts
-    finally:
-        for name in hosts.names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
-            shutil.rmtree(Path("/etc/netns", name))
-        subprocess.run(["ip", "link", "delete", hosts.bridge], capture_output=True)
-
-
-def test_a_link_is_cut_for_longer_than_the_timeout(curve, tmp_path):
-    """The side of the store goes on alone. The agent of the other ends with an error, when the link
-    is back. Started again, it joins, and the two go on together."""
-    with two_hosts() as hosts, ExitStack() as stack:
-        variables = {"MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29500", "NNODES": "1:2"}
-        variables |= {"NPROC_PER_NODE": "2", "LAST_CALL": "5", "MAX_RESTARTS": "9"}
-        flags = (*named(tmp_path), "--timeout", "20")
-
-        def start(name, number):
-            node = Node(tmp_path / f"{name}.log", variables, flags, hosts.prefix(number))
-            stack.callback(node.kill)
-            return node
-
-        near, far = start("A", 0), start("B", 1)
-        wait_until(lambda: world_size(tmp_path / "a") == 4, "both hosts", [near, far])
-        goal = last_step(tmp_path / "a") + 30
-        wait_until(lambda: last_step(tmp_path / "a") >= goal, "some steps", [near, far])
-        hosts.link(1, "down")
-        wait_until(lambda: world_size(tmp_path / "a") == 2, "the near one alone", [near])
-        hosts.link(1, "up")
-        assert far.wait() != 0
-        far = start("C", 1)
-        wait_until(lambda: world_size(tmp_path / "a") == 4, "both hosts again", [near, far])
-        for node in (near, far):
-            node.signal(signal.SIGTERM)
-        assert near.wait() != 0
-        assert far.wait() != 0
-        assert [change[1] for change in restarts(near, far)] == [2, 4]
     assert_the_curve(tmp_path, curve)
 
 

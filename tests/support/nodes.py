@@ -28,11 +28,11 @@ def free_port():
 class Node:
     """A node that was started with flags; what it prints is in `log`."""
 
-    def __init__(self, log, variables, flags, prefix=()):
+    def __init__(self, log, variables, flags):
         self.log = Path(log)
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                [*prefix, "bash", str(RUN), *map(str, flags)],
+                ["bash", str(RUN), *map(str, flags)],
                 env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
                 stdout=out,
                 stderr=subprocess.STDOUT,

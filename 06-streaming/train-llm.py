@@ -531,6 +531,7 @@ class Streams:
     def cut(self, stream):
         """Yields the sequences of a stream from its position on, and the position after each."""
         epoch, state, used = self.positions[stream]
+        seq_length = self.args.seq_length
         tokens = []  # those that do not fill a sequence yet
         while True:
             documents = self.documents_of(stream)
@@ -542,10 +543,10 @@ class Streams:
                     num_tokens += len(new_tokens)
                     tokens += new_tokens[used:]
                     used = max(0, used - len(new_tokens))
-                    while len(tokens) >= self.args.seq_length:
-                        sequence = tokens[: self.args.seq_length]
-                        tokens = tokens[self.args.seq_length :]  # all are of this document
-                        yield sequence, [epoch, state, num_tokens - len(tokens)]
+                    for end in range(seq_length, len(tokens) + 1, seq_length):
+                        num_left = len(tokens) - end  # all are of this document
+                        yield tokens[end - seq_length : end], [epoch, state, num_tokens - num_left]
+                    tokens = tokens[len(tokens) // seq_length * seq_length :]
                 state = documents.state_dict()
 
             if state is None:
@@ -968,7 +969,8 @@ def check_data(args, config, documents, eval_data):
     """Ends the run if it cannot train on these data. Returns what identifies the experiment.
 
     This dict is saved: a run that is resumed must have the same model and data, whatever their
-    names. So it holds checksums, under the names of the flags that they belong to."""
+    names. So it holds checksums, under the names of the flags that they belong to. The documents to
+    train on are not read yet, so of these only the number of files is compared."""
     if len(eval_data) == 0:
         fail(f"{args.dataset_name}: too few documents to evaluate on; {MORE_DOCUMENTS}")
 

@@ -320,8 +320,11 @@ class RunLog:
         if self.comet:
             self.comet.log_metrics(metrics, step=step)
 
-    def sample(self, prompt, continuation):
-        """Logs what the model has written after a prompt, both as text."""
+    def sample(self, tokenizer, prompt, continuation):
+        """Logs what the model has written after a prompt, both tokens, up to the end of a text."""
+        ends = (continuation == tokenizer.eos_token_id).nonzero()
+        prompt = tokenizer.decode(prompt)
+        continuation = tokenizer.decode(continuation[: ends[0] if len(ends) else None])
         say(f"prompt, from text that the model was not trained on: {prompt}")
         say(f"what the model writes after it: {continuation}")
         if self.run_dir:
@@ -489,5 +492,11 @@ def save_final_model(run_dir, model, tokenizer, dtype):
         model.config.dtype = dtype  # save_pretrained has written that of the model in training
         model.config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        # prepare.py may have made another token the end of text, such as that of a turn in a chat.
+        # Generation stops at each of these tokens.
+        ends = model.generation_config.eos_token_id
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        model.generation_config.eos_token_id = sorted(ends) or None
+        model.generation_config.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)

@@ -5,54 +5,60 @@ In conversations only the answers are trained on: the labels of all other tokens
     python prepare.py -m Qwen/Qwen3-0.6B -d tatsu-lab/alpaca -o data/alpaca
     python 01-single-gpu/train-llm.py -m Qwen/Qwen3-0.6B -d data/alpaca -e my-run
 
-The data are on the hub, or in files: .jsonl, .json, .csv, .parquet or .txt, each also with .gz.
+The data are on the hub, or in files: .jsonl, .json, .csv, .parquet or .txt, each also with .gz. A
+folder with an index.json is read as MDS, if mosaicml-streaming is installed.
 """
 
 import argparse
-import glob
+import csv
+import gzip
+import io
+import json
 import os
 import re
 import shlex
 import sys
-from functools import partial
+import tempfile
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
 import datasets
+import jinja2
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import transformers
 from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
-from transformers.utils.chat_template_utils import render_jinja_template
 
 transformers.logging.set_verbosity_error()  # hides warnings
+csv.field_size_limit(2**31 - 1)  # the default is 128 KiB for a value
 
-# The columns of conversations: those of chats, of ShareGPT, of TRL and of Alpaca.
+# The columns of conversations: those of chats, of ShareGPT, of TRL and of Alpaca, which may have a
+# column `input` too.
 CHAT_COLUMNS = (
     ("messages",),
     ("conversations",),
     ("prompt", "completion"),
-    ("instruction", "input", "output"),
     ("instruction", "output"),
 )
 # Other names for the roles of chat templates.
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant"}
-# The formats of data files, by their endings. Each may be followed by .gz.
-FORMATS = {
-    ".txt": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
+ROLES = {"human": "user", "prompter": "user"}
+ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
+# Names of splits that are not trained on. The first of these that exists is for evaluation.
+HELD_OUT = ("validation", "valid", "val", "dev", "test")
+# Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
+PIECE_LENGTH = 10_000
 # A chat template is a program that turns the messages of a conversation into a text. This one is
 # for tokenizers that have none: headings as in Alpaca, the end-of-text token after each answer.
 CHAT_TEMPLATE = """
 {%- for message in messages -%}
 {{ "" if loop.first else "\\n\\n" }}
 {%- if message.role == "assistant" -%}
-{{ "### Response:\\n" }}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+{{ "### Response:\\n" + message.content + eos_token }}
 {%- else -%}
 {{ "### Instruction:" if message.role == "user" else "### " + message.role.capitalize() + ":" }}
 {{ message.content }}
@@ -63,23 +69,27 @@ CHAT_TEMPLATE = """
 
 def main(args):
     out = Path(args.out)
-    if out.exists() and any(out.iterdir()):
-        fail(f"-o {out}: this folder is not empty")
+    if out.exists():
+        fail(f"-o {out}: this exists already")
     tokenizer = load_tokenizer(args.model_name)
     splits = load_splits(args.dataset_name, args.dataset_subset)
-    columns = choose_columns(splits["train"].column_names, args.text_column)
-    print(f"training on the columns {', '.join(columns)}")
+    first = next(chain.from_iterable(map(read_rows, splits["train"])), {})
+    columns = choose_columns(list(first), args.text_column)
+    # A prompt and a completion that are not lists of messages are joined, without a template.
+    are_texts = "completion" in columns and not isinstance(first["completion"], list)
+    is_chat = columns in CHAT_COLUMNS and not are_texts
+    end = end_of_answer(tokenizer) if is_chat else None
+    work = partial(tokenize, tokenizer, columns, end, args.train_on_prompt)
 
-    # A prompt and a completion that are strings are joined, without a template.
-    are_strings = columns[0] == "prompt" and isinstance(splits["train"][0]["prompt"], str)
-    if columns in CHAT_COLUMNS and not are_strings and tokenizer.chat_template is None:
-        set_chat_template(tokenizer)
-
-    out.mkdir(parents=True, exist_ok=True)
-    for name, documents in splits.items():
-        write_rows(out / f"{name}.parquet", documents, columns, tokenizer, args)
-        describe(out / f"{name}.parquet", tokenizer)
-    tokenizer.save_pretrained(out / "tokenizer")
+    # The folder gets its name when all is written.
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".prepare-", dir=out.parent) as temporary:
+        folder = Path(temporary, out.name)
+        folder.mkdir()
+        for name, sources in splits.items():
+            write_rows(folder / f"{name}.parquet", sources, columns, work, tokenizer, args)
+        tokenizer.save_pretrained(folder / "tokenizer")
+        folder.rename(out)
     command = ["python", "01-single-gpu/train-llm.py", "-m", args.model_name, "-d", str(out)]
     print(f"to train: {shlex.join(command)} -e my-run")
 
@@ -98,150 +108,300 @@ def load_tokenizer(name):
     return transformers.GPT2Tokenizer(vocabulary, merges=[])
 
 
+# Reading. A source is a file, or a data set whose items are dicts.
+
+
 def load_splits(name, subset):
-    """Returns the data: the split train, and validation or test if there is one, by name."""
+    """Returns the sources of the split train, and of validation if there is one, by name."""
     path = Path(name)
-    splits = load_files(path) if path.exists() else datasets.load_dataset(name, subset)
+    if (path / "index.json").exists():
+        try:
+            from streaming import LocalDataset
+        except ImportError:
+            # Its package asks for transformers 4, but this part of it works with 5.
+            command = "pip install mosaicml-streaming && pip install -U transformers"
+            fail(f"-d {name}: to read an MDS folder: {command}")
+        splits = {"train": [LocalDataset(name)]}
+    elif path.exists():
+        splits = find_files(path)
+    else:
+        splits = {key: [rows] for key, rows in datasets.load_dataset(name, subset).items()}
+
     # Chats on the hub often have train_sft and test_sft.
-    splits = {key.removesuffix("_sft"): split for key, split in splits.items()}
+    splits = {key.removesuffix("_sft"): sources for key, sources in splits.items()}
+    held_out = next((key for key in HELD_OUT if key in splits), None)
     if "train" not in splits:
         fail(f"-d {name}: no split is called train, there are {', '.join(splits)}")
-    chosen = {"train": splits["train"]}
-    for held_out in ("validation", "test"):
-        if held_out in splits:
-            return {**chosen, "validation": splits[held_out]}
-    return chosen
+    if unread := splits.keys() - {"train", held_out}:
+        print(f"not read: the splits {', '.join(sorted(unread))}")
+    return {"train": splits["train"]} | ({"validation": splits[held_out]} if held_out else {})
 
 
-def load_files(path):
+def find_files(path):
     """Returns the splits, by name, of a file or of all files in a folder.
 
-    A file or folder called validation or test is a split, and files of the hub have the name of
+    A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
     theirs, as in test-00000-of-00002.parquet. All other files are training data."""
-    splits, formats, unread = {}, set(), []
+    splits, unread = {}, []
+    names = "|".join(HELD_OUT)
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        parts = file.relative_to(path).parts
-        if file.is_dir() or parts[:1] == ("tokenizer",):
+        if file.is_dir():
             continue
-        ending = Path(file.name.removesuffix(".gz")).suffix
-        if ending not in FORMATS:
+        if ending_of(file) not in READERS:
             unread.append(file.name)
             continue
-        formats.add(FORMATS[ending])
         split = "train"
-        for part in parts:
-            match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}|validation|test", part.split(".")[0])
-            split = match[1] or match[0] if match else split
-        splits.setdefault(split, []).append(glob.escape(str(file)))
+        for part in file.relative_to(path).parts:
+            match = re.match(rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}", part)
+            split = match[1] or match[3] if match else split
+        splits.setdefault(split, []).append(file)
 
-    if len(formats) != 1:
-        found = ", ".join(sorted(formats)) or "none of these"
-        fail(f"-d {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
+    if not splits:
+        fail(f"-d {path}: no file ends in {', '.join(READERS)}")
     if unread:
-        print(f"-d {path}: not read: {', '.join(unread)}")
-    [name] = formats
-    options = {"sample_by": "document"} if name == "text" else {}  # else a document is a line
-    return {
-        split: datasets.load_dataset(name, data_files=files, split="train", **options)
-        for split, files in splits.items()
-    }
+        print(f"not read: {', '.join(unread)}")
+    if splits.keys() <= set(HELD_OUT):  # there is nothing else to train on
+        return {"train": sum(splits.values(), [])}
+    return splits
+
+
+def ending_of(file):
+    """The ending of a file's name, such as .csv, also if .gz follows."""
+    return Path(file.name.removesuffix(".gz")).suffix
+
+
+def read_rows(source, bar=None):
+    """Yields the documents of a source, dicts. A progress bar counts bytes of files, or documents.
+
+    The values are those that stand in the file: nothing guesses their types."""
+    bar = bar or tqdm(disable=True)
+    if not isinstance(source, Path):
+        for row in source:
+            yield row
+            bar.update()
+        return
+    number = position = 0
+    try:
+        with source.open("rb") as file:
+            content = gzip.GzipFile(fileobj=file) if source.suffix == ".gz" else file
+            for row in READERS[ending_of(source)](content):
+                yield row
+                number += 1
+                bar.update(file.tell() - position)
+                position = file.tell()
+    except (ValueError, EOFError, OSError, csv.Error) as error:
+        fail(f"{source}: after {number:,} documents: {error}")
+
+
+def read_text(file):
+    """The file is one document."""
+    text = io.TextIOWrapper(file, "utf-8-sig")
+    yield {"text": text.read()}
+
+
+class Integer(int):
+    """A number of a .json file, which is also a text."""
+
+
+class Decimal(float):
+    """A number of a .json file, which is also a text, with all its digits, as in 0.50."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __str__(self):
+        return self.text
+
+
+def read_json(file):
+    """A list of objects, or an object in each line."""
+    numbers = {"parse_int": Integer, "parse_float": Decimal}
+    text = io.TextIOWrapper(file, "utf-8-sig")
+    is_list = text.read(100).lstrip().startswith("[")
+    text.seek(0)
+    if is_list:
+        rows = json.load(text, **numbers)
+    else:
+        rows = (json.loads(line, **numbers) for line in text if line.strip())
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"not an object: {row!r:.100}")
+        yield row
+
+
+def read_csv(file):
+    """The first line has the names of the columns."""
+    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    for row in rows:
+        if None in row or None in row.values():
+            raise ValueError(f"line {rows.line_num} has more or fewer values than the first line")
+        yield row
+
+
+def read_parquet(file):
+    for batch in pq.ParquetFile(file).iter_batches(1000):
+        yield from batch.to_pylist()
+
+
+READERS = {
+    ".txt": read_text,
+    ".json": read_json,
+    ".jsonl": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
 
 
 def choose_columns(names, text_column):
     """Returns the columns to train on: a column of text, or one of `CHAT_COLUMNS`."""
-    if text_column in names:
-        return (text_column,)
-    for columns in (*CHAT_COLUMNS, ("text",)):
-        if set(columns) <= set(names) and text_column is None:
+    for columns in [(text_column,)] if text_column else (*CHAT_COLUMNS, ("text",)):
+        if set(columns) <= set(names):
+            used = {*columns, "input"} if "instruction" in columns else set(columns)
+            unused = ", ".join(name for name in names if name not in used)
+            print(f"training on {', '.join(columns)}; columns not used: {unused or 'none'}")
             return columns
     fail(f"choose one of the columns {', '.join(names)} with --text-column, or call them messages")
 
 
-def set_chat_template(tokenizer):
-    """Gives a tokenizer our chat template, which is saved with the data and with the model."""
-    print("no chat template: '### Instruction:' and '### Response:' are the headings")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    # Some tokenizers begin each text with a special token. A conversation must begin with it, too.
-    if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
-        tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
+def read_batches(sources, columns, bar):
+    """Yields lists of (document, is its beginning, is its end), of about a million characters."""
+    batch, length = [], 0
+    for row in chain.from_iterable(read_rows(source, bar) for source in sources):
+        pieces = [(row, True, True)]
+        if len(columns) == 1 and isinstance(row.get(columns[0]), str):
+            text = row[columns[0]]
+            pieces = (({columns[0]: part}, *place) for part, *place in cut_text(text))
+        for piece in pieces:
+            batch.append(piece)
+            length += len(str(piece))
+            if length > 1_000_000:
+                yield batch
+                batch, length = [], 0
+    yield batch
 
 
-def write_rows(path, documents, columns, tokenizer, args):
-    """Writes documents as rows of `args.seq_length` tokens to a Parquet file (packing).
-
-    The tokens of all documents are joined and cut. The last ones, which do not fill a row, are left
-    out. A row has `input_ids` and `labels`, lists of int32. A label is -100 for a token that is not
-    part of an answer, so that it has no loss."""
-    tokens = pa.list_(pa.int32())
-    schema = pa.schema({"input_ids": tokens, "labels": tokens})
-    input_ids, labels = [], []
-    num_rows = num_left_out = 0
-    with (
-        pq.ParquetWriter(path, schema) as writer,
-        tqdm(total=len(documents), unit="document", desc=path.stem) as bar,
-    ):
-        for rows in documents.select_columns(list(columns)).iter(batch_size=1000):
-            for values in zip(*rows.values(), strict=True):
-                row = dict(zip(rows, values, strict=True))
-                examples = tokenize(row, columns, tokenizer)
-                num_left_out += not examples
-                for ids, is_answer in examples:
-                    input_ids += ids
-                    labels += ids if args.train_on_prompt else mask(ids, is_answer)
-                bar.update()
-
-            end = len(input_ids) - len(input_ids) % args.seq_length
-            starts = range(0, end, args.seq_length)
-            cut = {
-                "input_ids": [input_ids[i : i + args.seq_length] for i in starts],
-                "labels": [labels[i : i + args.seq_length] for i in starts],
-            }
-            writer.write_table(pa.table(cut, schema))
-            num_rows += len(starts)
-            input_ids, labels = input_ids[end:], labels[end:]
-    print(f"{path.stem}: {len(documents):,} documents, {num_left_out:,} without an answer or text")
-    if num_rows == 0:
-        fail(f"{path.stem}: it has only {len(input_ids)} tokens, a row has {args.seq_length} (-s)")
+def cut_text(text):
+    """Yields pieces of a text, and for each whether the text begins and whether it ends with it."""
+    start = end = 0
+    while start == 0 or end < len(text):
+        latest = start + 2 * PIECE_LENGTH  # for text without line ends
+        end = text.find("\n", start + PIECE_LENGTH, latest) + 1 or latest
+        yield text[start:end], start == 0, end >= len(text)
+        start = end
 
 
-def mask(ids, is_answer):
-    """Labels: the token ids of answers, and -100 for all others."""
-    return np.where(is_answer, ids, -100).tolist()
+# Tokens and labels.
 
 
-def tokenize(row, columns, tokenizer):
-    """Returns the examples of a document: token ids, and for each whether it is trained on."""
-    try:
-        return list(tokenize_row(row, columns, tokenizer))
-    except Exception as error:  # chat templates raise errors of any type
-        fail(f"a row cannot be read: {error!r}: {row!r:.200}")
+def end_of_answer(tokenizer):
+    """Makes the token with which the chat template ends an answer the end-of-text token.
+
+    The tokenizer is saved with the data and with the model, which stops generating at this token.
+    Returns what has to be added to answers: "", or this token if the template does not write it."""
+    if tokenizer.chat_template is None:
+        print("no chat template: '### Instruction:' and '### Response:' are the headings")
+        tokenizer.chat_template = CHAT_TEMPLATE
+        # Some tokenizers begin each text with a special token. A conversation must begin with it.
+        if tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id:
+            tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
+    if "strftime_now" in tokenizer.get_chat_template():
+        print("the chat template writes the date: in these rows that of today")
+
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    after_answer = tokenizer.tokenize(text[text.rindex("ANSWER") + len("ANSWER") :])
+    ends = [token for token in after_answer if token in tokenizer.added_tokens_encoder]
+    if ends:
+        tokenizer.eos_token = ends[0]
+        print(f"the chat template ends answers with {ends[0]}")
+        return ""
+    print(f"the chat template does not end answers, so this does: {tokenizer.eos_token}")
+    return tokenizer.eos_token or ""
 
 
-def tokenize_row(row, columns, tokenizer):
-    """Yields the token ids of a row, and for each token whether it is part of an answer."""
-    given = []
-    if columns in (("messages",), ("conversations",)):
-        messages = clean_messages(row[columns[0]])
-    elif "instruction" in row:
-        request = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
-        answer = {"role": "assistant", "content": row["output"]}
-        messages = clean_messages([{"role": "user", "content": request}, answer])
-    elif isinstance(row.get("completion"), list):
-        given = clean_messages(row["prompt"])
-        messages = given + clean_messages(row["completion"])
-    else:
-        # A text, or two strings that are joined as they are. The end-of-text token follows.
-        prompt = row.get("prompt") or ""
-        answer = row[columns[-1]]
-        eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        if answer is not None:
-            answers = [(len(prompt), len(prompt + answer))]
-            ids, is_answer = tokenize_answers(prompt + answer, answers, tokenizer)
-            if ids[-1:] == eos:  # some tokenizers add the token themselves
-                ids, is_answer = ids[:-1], is_answer[:-1]
-            yield ids + eos, is_answer + [True] * len(eos)
+class LeftOut(Exception):
+    """A document that is not trained on. The message is the reason."""
+
+
+def tokenize(tokenizer, columns, end, train_on_prompt, documents):
+    """Tokenizes a list of (document, is its beginning, is its end).
+
+    `end` is added to answers; it is None if documents are texts. Returns token ids and labels,
+    (2, N) int32, the positions where documents end in them, and a Counter of documents, and of
+    reasons to leave them out. A label is -100 for a token that is not part of an answer, so that it
+    has no loss."""
+    counts = Counter()
+    examples = []
+    for row, is_first, is_last in documents:
+        counts["documents"] += is_first
+        try:
+            for text, answers in examples_of(row, tokenizer, columns, end):
+                examples.append((text, answers, is_first, is_last))
+        except LeftOut as reason:
+            counts[f"left out: {reason}"] += 1
+        except jinja2.TemplateError as error:
+            counts[f"left out, the chat template says: {error}"] += 1
+        except Exception as error:
+            fail(f"a row cannot be read: {error!r}: {row!r:.300}")
+    if not examples:
+        return np.empty((2, 0), np.int32), [], counts
+
+    # The tokens before and after a text. In a conversation the chat template has written them.
+    before = after = []
+    if end is None:
+        before = [t for t in tokenizer("")["input_ids"] if t == tokenizer.bos_token_id]
+        after = [t for t in [tokenizer.eos_token_id] if t is not None]
+    texts, ranges, _, _ = zip(*examples, strict=True)
+    options = {"add_special_tokens": False, "return_offsets_mapping": any(ranges)}
+    tokens = tokenizer(list(texts), **options)
+    parts, ends, length = [], [], 0
+    for i, (_, answers, is_first, is_last) in enumerate(examples):
+        ids = labels = tokens["input_ids"][i]
+        if answers and not train_on_prompt:
+            labels = mask(ids, tokens["offset_mapping"][i], answers)
+        first, last = before if is_first else [], after if is_last else []
+        parts.append(np.array([[*first, *ids, *last], [*first, *labels, *last]], np.int32))
+        length += parts[-1].shape[1]
+        if is_last:
+            ends.append(length)
+    return np.concatenate(parts, axis=1), ends, counts
+
+
+def examples_of(row, tokenizer, columns, end):
+    """Yields the texts of a document and, for each, the ranges of characters that are answers.
+
+    Instead of ranges it is None for a text without a prompt: all of it is trained on."""
+    if end is not None:
+        yield from conversations_of(*messages_of(row, columns), tokenizer, end)
         return
-    yield from tokenize_conversation(messages, len(given), tokenizer)
+    *prompts, text = (text_of(row[column]) for column in columns)
+    if not text:
+        raise LeftOut("no text")
+    prompt = "".join(prompts)
+    yield prompt + text, [(len(prompt), len(prompt + text))] if prompt else None
+
+
+def text_of(value):
+    """The text of a value, which may be a number of a .json file, or a list of parts with texts."""
+    if isinstance(value, list):
+        return "".join(part["text"] for part in value)
+    if isinstance(value, str | Integer | Decimal):
+        return str(value)
+    if value is not None:
+        raise TypeError(f"this is not a text: {value!r}")
+    return ""
+
+
+def messages_of(row, columns):
+    """Returns the messages of a conversation, and how many of the first ones are not answers."""
+    if "instruction" in columns:
+        parts = (text_of(row.get(name)) for name in ("instruction", "input"))
+        question = {"role": "user", "content": "\n\n".join(filter(None, parts))}
+        return clean_messages([question, {"role": "assistant", "content": row["output"]}]), 1
+    if "completion" in columns:
+        given = clean_messages(row["prompt"])
+        return given + clean_messages(row["completion"]), len(given)
+    return clean_messages(row[columns[0]]), 0
 
 
 def clean_messages(messages):
@@ -254,85 +414,171 @@ def clean_messages(messages):
         if "from" in message:  # ShareGPT
             message = {"role": message["from"], "content": message.get("value")}
         role = message["role"].lower()
-        message["role"] = ROLES.get(role, role)
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(part["text"] for part in message["content"])
-        if message.keys() - {"role"}:  # otherwise it says nothing
-            cleaned.append(message)
+        content = text_of(message.get("content"))
+        cleaned.append({**message, "role": ROLES.get(role, role), "content": content})
     return cleaned
 
 
-def tokenize_conversation(messages, num_given, tokenizer):
-    """Yields the token ids of a conversation, and for each token whether it is part of an answer.
+def conversations_of(messages, num_given, tokenizer, end):
+    """Yields texts of a conversation and, for each, the ranges of characters that are answers.
 
     The answers are what the assistant says, but not in the first `num_given` messages."""
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    template = tokenizer.get_chat_template()
-    if re.search(r"\{%-?\s*generation\b", template):
-        # The template marks what the assistant has to write.
-        [text], [answers] = render_jinja_template(
-            [messages],
-            chat_template=template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-        end_of_given = len(render(messages[:num_given])) if num_given > 0 else 0
-        answers = [(start, end) for start, end in answers if start >= end_of_given]
-        if answers:
-            yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-        return
+    for i, message in enumerate(messages):
+        # The call of a tool has no content, but something else.
+        is_empty = message.keys() == {"role", "content"} and not message["content"].strip()
+        if is_empty and message["role"] == "assistant" and i >= num_given:
+            raise LeftOut("an answer is empty")
+        if found := special_tokens(tokenizer).search(message["content"]):
+            raise LeftOut(f"a message has the special token {found[0]}")
 
-    # Otherwise an answer is what the template adds when the answer is added to the messages. Some
-    # templates write an answer differently when a question follows it, for example without the
-    # reasoning. Then the messages up to each answer are an example of their own.
-    text, answers = "", []
+    # An answer is what the template adds when the answer is added to the messages. Some templates
+    # write an answer differently when a question follows it, for example without the reasoning.
+    # Then the messages up to each answer are an example of their own.
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
+    text, ranges = "", []
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and i >= max(1, num_given):
             prompt = render(messages[:i], add_generation_prompt=True)
-            longer_text = render(messages[: i + 1])
+            longer_text = render(messages[: i + 1]) + end
             if not longer_text.startswith(text):
-                yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
-                answers = []
+                yield text, ranges
+                ranges = []
             text = longer_text
             # The prompt may end in what this answer does not have, such as <think>.
             start = len(os.path.commonprefix([prompt, text]))
-            answers.append((start, len(text)))
-    if answers:
-        yield tokenize_answers(text, answers, tokenizer, add_special_tokens=False)
+            ranges.append((start, len(text)))
+    if not ranges:
+        roles = ", ".join(message["role"] for message in messages[:3])
+        raise LeftOut(f"no answer of the assistant, but messages of: {roles or 'nobody'}")
+    yield text, ranges
 
 
-def tokenize_answers(text, answers, tokenizer, **options):
-    """Token ids of a text, and for each whether it is in one of `answers`, ranges of characters."""
-    tokens = tokenizer(text, return_offsets_mapping=True, **options)
-    ends = np.array([end for _, end in tokens["offset_mapping"]])  # of each token, in the text
-    is_answer = np.zeros(len(ends), bool)
+@cache
+def special_tokens(tokenizer):
+    """A pattern that finds the special tokens in a text."""
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def mask(ids, offsets, answers):
+    """Labels: the ids of tokens that end in one of `answers`, ranges of characters, and -100 else.
+
+    `offsets` are the ranges of the tokens."""
+    ends = np.array([end for _, end in offsets])
+    is_answer = np.zeros(len(ids), bool)
     for start, end in answers:
         is_answer |= (start < ends) & (ends <= end)
-    return tokens["input_ids"], is_answer.tolist()
+    return np.where(is_answer, ids, -100)
 
 
-def describe(path, tokenizer):
-    """Prints how much a file of rows holds, and its first tokens with the answers marked."""
-    rows = pq.ParquetFile(path)
-    num_tokens = num_targets = 0
-    for batch in rows.iter_batches(1000, columns=["labels"]):
-        labels = batch["labels"].flatten().to_numpy()
-        num_tokens += labels.size
-        num_targets += (labels != -100).sum()
-    print(
-        f"{path.stem}: {rows.metadata.num_rows:,} rows, {num_tokens:,} tokens, "
-        f"{num_targets / num_tokens:.1%} of them trained on"
-    )
+# Rows.
 
-    [first] = next(rows.iter_batches(1)).to_pylist()
-    input_ids, labels = np.array([first["input_ids"], first["labels"]])[:, :300]
+
+def write_rows(path, sources, columns, work, tokenizer, args):
+    """Writes documents as rows to a Parquet file, and prints what it has read and written.
+
+    A row has `input_ids` and `labels`, lists of `args.seq_length` int32. `work` is `tokenize`."""
+    schema = pa.schema({name: pa.list_(pa.int32()) for name in ("input_ids", "labels")})
+    counts = Counter()
+    first_row = None
+    are_files = isinstance(sources[0], Path)
+    size = sum(source.stat().st_size if are_files else len(source) for source in sources)
+    unit = {"unit": "B", "unit_scale": True} if are_files else {"unit": "document"}
+
+    with pq.ParquetWriter(path, schema) as writer, tqdm(total=size, desc=path.stem, **unit) as bar:
+        batches = in_processes(work, read_batches(sources, columns, bar), args.num_proc)
+        for rows in cut_rows(batches, tokenizer, args, counts):
+            is_target = rows[1] != -100
+            has_target = is_target.any(axis=1)
+            counts["left out: rows that have only prompts"] += int((~has_target).sum())
+            rows = rows[:, has_target]
+            counts["rows"] += rows.shape[1]
+            counts["targets"] += int(is_target.sum())
+            if first_row is None and rows.size:
+                first_row = rows[:, 0]
+            starts = pa.array(np.arange(0, rows[0].size + 1, args.seq_length, dtype=np.int32))
+            lists = [pa.ListArray.from_arrays(starts, tokens.ravel()) for tokens in rows]
+            writer.write_table(pa.table(lists, schema=schema))
+
+    place = f" in {len(sources):,} file(s)" if are_files else ""
+    print(f"{path.stem}: {counts['documents']:,} documents{place}")
+    for name, number in counts.items():
+        if name.startswith("left out") and number:
+            print(f"  {number:,} {name}")
+    if first_row is None:
+        fail(f"{path.stem}: this does not fill a row of {args.seq_length} tokens (-s)")
+    num_tokens = counts["rows"] * args.seq_length
+    share = counts["targets"] / num_tokens
+    print(f"  {counts['rows']:,} rows, {num_tokens:,} tokens, {share:.1%} of them trained on")
+    print(f"  the first row, trained on between ⟦ and ⟧:\n{show(first_row, tokenizer)}\n")
+
+
+def in_processes(work, batches, num_proc):
+    """Like `map(work, batches)`, in processes that are at most two batches each ahead."""
+    if num_proc == 1:
+        yield from map(work, batches)
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of these processes has one thread
+    with ProcessPoolExecutor(num_proc, initializer=keep, initargs=(work,)) as pool:
+        waiting = deque()
+        for batch in batches:
+            waiting.append(pool.submit(do_work, batch))
+            if len(waiting) > 2 * num_proc:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def keep(work):
+    """Gives a process its tokenizer, once: to send it with each batch would be slow."""
+    do_work.work = work
+
+
+def do_work(batch):
+    return do_work.work(batch)
+
+
+def cut_rows(batches, tokenizer, args, counts):
+    """Yields rows of token ids and labels, (2, number, T), and adds up the counts.
+
+    The strategies: "pack" joins all documents and cuts them. With "overflow" each document begins
+    a row, and with "truncate" it also ends there. Padding fills these rows up, without a loss."""
+    length = args.seq_length
+    pad = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
+    rest = np.empty((2, 0), np.int32)
+    used = 0  # tokens of the current document, which the batch before may have begun
+    for tokens, ends, counts_of_batch in batches:
+        counts.update(counts_of_batch)
+        parts = [rest, tokens]
+        if args.strategy != "pack":
+            parts = [rest]
+            for i, part in enumerate(np.split(tokens, ends, axis=1)):
+                if args.strategy == "truncate":
+                    num_cut = max(0, used + part.shape[1] - length)
+                    counts[f"left out: tokens after the first {length} of a text"] += num_cut
+                    part = part[:, : length - used]
+                used += part.shape[1]
+                parts.append(part)
+                if i < len(ends):  # the document ends here
+                    parts.append(np.tile(np.array([[pad], [-100]], np.int32), -used % length))
+                    used = 0
+        tokens = np.concatenate(parts, axis=1)
+        end = tokens.shape[1] // length * length
+        yield tokens[:, :end].reshape(2, -1, length)
+        rest = tokens[:, end:]
+
+
+def show(row, tokenizer):
+    """The first tokens of a row, (2, T), as text, where those that are trained on are marked."""
+    last_target = np.flatnonzero(row[1] != -100)[-1]
+    input_ids, labels = row[:, : min(last_target + 1, 300)]
     is_target = labels != -100
     borders = np.flatnonzero(np.diff(is_target)) + 1
     text = ""
     for part in np.split(np.arange(len(input_ids)), borders):
         part_text = tokenizer.decode(input_ids[part])
         text += f"⟦{part_text}⟧" if is_target[part[0]] else part_text
-    print(f"its first row, trained on between ⟦ and ⟧:\n{text}\n")
+    return text
 
 
 def parse_args():
@@ -342,12 +588,16 @@ def parse_args():
     add = parser.add_argument
     add("-m", "--model-name", required=True, help="whose tokenizer: tiny, a hub id, or a folder")
     add("-d", "--dataset-name", required=True, help="a hub id, a file, or a folder")
-    add("-o", "--out", required=True, help="folder for the rows")
+    add("-o", "--out", required=True, help="folder for the rows, a new one")
     add("-s", "--seq-length", type=int, default=1024, help="tokens of a row, default: 1024")
     add("--dataset-subset", help="the configuration of a data set on the hub")
     add("--text-column", help="train on this column, default: found by the names of the columns")
+    strategy_help = "join documents, give long ones several rows, or cut them; default: pack"
+    strategies = ("pack", "overflow", "truncate")
+    add("--strategy", choices=strategies, default="pack", help=strategy_help)
     prompt_help = "train on the prompts too, default: on the answers only"
     add("--train-on-prompt", action="store_true", help=prompt_help)
+    add("--num-proc", type=int, default=1, help="processes that tokenize, default: 1")
     return parser.parse_args()
 
 

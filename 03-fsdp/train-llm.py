@@ -9,6 +9,7 @@ Try it; train on a text of your own; train a pretrained model further. Without -
 
 import argparse
 import glob
+import itertools
 import json
 import math
 import os
@@ -75,8 +76,12 @@ FORMATS = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
+# Names of splits that are not trained on. The first of these that exists is for evaluation.
+HELD_OUT = ("validation", "valid", "val", "dev", "test")
 # Columns of conversations, which prepare.py turns into rows of tokens.
 CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
+# Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
+PIECE_LENGTH = 10_000
 
 
 @record  # torchrun shows the traceback of the process that failed first
@@ -138,12 +143,12 @@ def main(args):
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
     steps_per_epoch = len(train_data) // args.global_batch_size
-    total_steps = args.num_epochs * steps_per_epoch
-    if args.max_steps:
-        total_steps = min(total_steps, args.max_steps)
+    total_steps, last_flag = args.num_epochs * steps_per_epoch, "--num-epochs"
+    if args.max_steps and args.max_steps < total_steps:
+        total_steps, last_flag = args.max_steps, "--max-steps"
     say(
         f"{args.dataset_name}: {len(train_data)} sequences of {args.seq_length} tokens and "
-        f"{len(eval_data)} held out, {total_steps} steps"
+        f"{len(eval_data)} held out, {total_steps} steps ({last_flag})"
     )
 
     # A global batch is usually too large for the memory of the device. So it is split into
@@ -346,16 +351,19 @@ def main(args):
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
     # Export the model for `from_pretrained`. Then evaluate it once more, and show what it writes
-    # after the first words of a text that was held out from training.
+    # after the first words of a text, or as an answer, in data that were held out from training.
     if run_dir:
         save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
     # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
-    tokens = eval_data[-1]["input_ids"][:96]
-    start = min(32, len(tokens) // 2)
+    row = eval_data[-1]
+    is_target = row.get("labels", row["input_ids"]) != -100
+    answers = (is_target[1:] & ~is_target[:-1]).nonzero() + 1  # where they begin
+    start = answers[0].item() if len(answers) else min(32, args.seq_length // 2)
+    tokens = row["input_ids"][: start + 64]
     metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
     tokens = sample(model, tokens, start, device)
     log.step(log.last_step, metrics)
-    log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
+    log.sample(tokenizer, tokens[:start], tokens[start:])
     log.close()
 
 
@@ -525,17 +533,17 @@ def files_in(name):
 def load_data(args, config, tokenizer):
     """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
 
-    These are a split called validation or test, or else the last 5% of the training data."""
+    These are a split in `HELD_OUT`, or else the last 5% of the training data."""
     longest = getattr(config, "max_position_embeddings", sys.maxsize)
     seq_length = args.seq_length or min(1024, longest)
     if args.dataset_name == "python-docs":
         datasets.disable_progress_bars()  # this takes only a second
         splits = {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
     elif args.dataset_name == "dummy":
-        tokens = np.random.default_rng(0).integers(len(tokenizer), size=(4096, seq_length))
+        tokens = np.random.default_rng(0).integers(config.vocab_size, size=(4096, seq_length))
         splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
     elif Path(args.dataset_name).exists():
-        splits = load_files(Path(args.dataset_name))
+        splits = load_files(Path(args.dataset_name), args.text_column or "text")
     else:
         splits = datasets.load_dataset(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
@@ -549,20 +557,23 @@ def load_data(args, config, tokenizer):
         fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
     args.seq_length = seq_length
 
+    held_out = next((name for name in HELD_OUT if name in splits), None)
+    if unread := splits.keys() - {"train", held_out}:
+        say(f"--dataset-name {args.dataset_name}: not read: {', '.join(sorted(unread))}")
     train = pack(splits["train"], column, tokenizer, seq_length)
-    for name in ("validation", "test"):
-        if name in splits:
-            return train, pack(splits[name], column, tokenizer, seq_length)
+    if held_out:
+        return train, pack(splits[held_out], column, tokenizer, seq_length)
     num_train = len(train) - math.ceil(len(train) / 20)
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
-def load_files(path):
+def load_files(path, column):
     """Returns the splits, by name, of a file or of all files in a folder.
 
-    A file or folder called validation or test is a split, and files of the hub have the name of
+    A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
     theirs, as in test-00000-of-00002.parquet. All other files are training data."""
     splits, formats, unread = {}, set(), []
+    names = "|".join(HELD_OUT)
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = file.relative_to(path).parts
         if file.is_dir() or parts[:1] == ("tokenizer",):
@@ -574,8 +585,8 @@ def load_files(path):
         formats.add(FORMATS[ending])
         split = "train"
         for part in parts:
-            match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}|validation|test", part.split(".")[0])
-            split = match[1] or match[0] if match else split
+            match = re.match(rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}", part)
+            split = match[1] or match[3] if match else split
         splits.setdefault(split, []).append(glob.escape(str(file)))
 
     if len(formats) != 1:
@@ -583,10 +594,14 @@ def load_files(path):
         fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
     if unread:
         say(f"--dataset-name {path}: not read: {', '.join(unread)}")
+    if splits.keys() <= set(HELD_OUT):  # there is nothing else to train on
+        splits = {"train": sum(splits.values(), [])}
     [name] = formats
-    options = {"sample_by": "document"} if name == "text" else {}  # else a document is a line
+    # Without these a document is a line, and in a .csv 007 is a number and None a missing value.
+    as_text = {"converters": {column: str}, "keep_default_na": False}
+    options = {"text": {"sample_by": "document"}, "csv": as_text}
     return {
-        split: datasets.load_dataset(name, data_files=files, split="train", **options)
+        split: datasets.load_dataset(name, data_files=files, split="train", **options.get(name, {}))
         for split, files in splits.items()
     }
 
@@ -623,24 +638,53 @@ def pack(documents, column, tokenizer, seq_length):
                 fail("attention_mask has zeros, for padding: give labels, with -100 there")
         columns = [name for name in ("input_ids", "labels") if name in names]
         return documents.select_columns(columns).with_format("torch")
-    cut = partial(join_and_cut, tokenizer=tokenizer, seq_length=seq_length)
-    sequences = documents.map(cut, batched=True, input_columns=[column], remove_columns=names)
+    kind = documents.features[column]
+    if kind not in (datasets.Value("string"), datasets.Value("large_string")):
+        fail(f"column {column}: it was read as {kind}; prepare.py takes the values as they are")
+    try:
+        sequences = datasets.Dataset.from_generator(
+            partial(join_and_cut, documents[column], tokenizer, seq_length),
+            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+        )
+    except ValueError as error:
+        fail(f"--seq-length {seq_length}: the texts do not fill a sequence ({error})")
     return sequences.with_format("torch")
 
 
 def join_and_cut(texts, tokenizer, seq_length):
     """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    `Dataset.map` calls it with a thousand texts at a time. The end-of-text token follows each text.
     The last tokens, which do not fill a sequence, are left out."""
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = []
-    for text_tokens in tokenizer([text or "" for text in texts])["input_ids"]:
-        tokens += text_tokens
-        if text_tokens[-1:] != eos:  # some tokenizers add the token themselves
-            tokens += eos
-    starts = range(0, len(tokens) - seq_length + 1, seq_length)
-    return {"input_ids": [tokens[i : i + seq_length] for i in starts]}
+    for new_tokens in tokenize(texts, tokenizer):
+        tokens += new_tokens
+        end = len(tokens) // seq_length * seq_length
+        for start in range(0, end, seq_length):
+            yield {"input_ids": tokens[start : start + seq_length]}
+        tokens = tokens[end:]
+
+
+def tokenize(texts, tokenizer):
+    """Yields the tokens of texts, of long ones in pieces. The end-of-text token follows each."""
+    # Some tokenizers begin each text with a special token.
+    begin = [t for t in tokenizer("")["input_ids"] if t == tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces = itertools.chain.from_iterable(cut_text(text) for text in texts if text)
+    # The tokenizer works on all pieces of a list in parallel.
+    while batch := list(itertools.islice(pieces, 128)):
+        tokens = tokenizer([piece for piece, _, _ in batch], add_special_tokens=False)["input_ids"]
+        for (_, is_first, is_last), piece_tokens in zip(batch, tokens, strict=True):
+            yield begin * is_first + piece_tokens + end * is_last
+
+
+def cut_text(text):
+    """Yields pieces of a text, and for each whether the text begins and whether it ends with it."""
+    start = 0
+    while start < len(text):
+        latest = start + 2 * PIECE_LENGTH  # for text without line ends
+        end = text.find("\n", start + PIECE_LENGTH, latest) + 1 or latest
+        yield text[start:end], start == 0, end >= len(text)
+        start = end
 
 
 def check_data(args, config, train_data, eval_data):

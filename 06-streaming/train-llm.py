@@ -9,6 +9,7 @@ Try it; train on a text of your own; train a pretrained model further. Without -
 
 import argparse
 import glob
+import itertools
 import json
 import math
 import os
@@ -79,14 +80,16 @@ FORMATS = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
+# Names of splits that are not trained on. The first of these that exists is for evaluation.
+HELD_OUT = ("validation", "valid", "val", "dev", "test")
 # Columns of conversations, which prepare.py turns into rows of tokens.
 CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
+# Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
+PIECE_LENGTH = 10_000
 # Gradients are compressed in chunks of this many values.
 CHUNK_LENGTH = 256
 # About every twentieth document is held out. The first ones, so many, are for the evaluation.
 NUM_HELD_OUT = 256
-# A long document is tokenized in pieces of at least so many characters.
-PIECE_LENGTH = 100_000
 # What to do if there are too few documents.
 MORE_DOCUMENTS = "cut a text into more: split -n l/64 --additional-suffix=.txt TEXT FOLDER/"
 
@@ -434,16 +437,19 @@ def main(args):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the last checkpoint is saved
 
     # Export the model for `from_pretrained`. Then evaluate it once more, and show what it writes
-    # after the first words of a text that was held out from training.
+    # after the first words of a text, or as an answer, in data that were held out from training.
     if run_dir:
         save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
     # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
-    tokens = eval_data[-1]["input_ids"][:96]
-    start = min(32, len(tokens) // 2)
+    row = eval_data[-1]
+    is_target = row.get("labels", row["input_ids"]) != -100
+    answers = (is_target[1:] & ~is_target[:-1]).nonzero() + 1  # where they begin
+    start = answers[0].item() if len(answers) else min(32, args.seq_length // 2)
+    tokens = row["input_ids"][: start + 64]
     metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
     tokens = sample(model, tokens, start, device)
     log.step(log.last_step, metrics)
-    log.sample(tokenizer.decode(tokens[:start]), tokenizer.decode(tokens[start:]))
+    log.sample(tokenizer, tokens[:start], tokens[start:])
     log.close()
     return False
 
@@ -539,7 +545,7 @@ class Streams:
                 documents.load_state_dict(state)
             for document in documents:
                 num_tokens = 0  # of this document
-                for new_tokens in self.tokenize(document[self.args.text_column] or ""):
+                for new_tokens in tokenize([document[self.args.text_column]], self.tokenizer):
                     num_tokens += len(new_tokens)
                     tokens += new_tokens[used:]
                     used = max(0, used - len(new_tokens))
@@ -553,20 +559,6 @@ class Streams:
                 name = self.args.dataset_name
                 fail(f"{name}: {self.count} streams need more documents; {MORE_DOCUMENTS}")
             epoch, state = epoch + 1, None  # the stream begins again
-
-    def tokenize(self, text):
-        """Yields the tokens of a document in pieces, so that it may be long, and the last token."""
-        start = 0
-        tokens = []
-        while start < len(text):
-            # A piece ends where a line ends. (`find` returns -1 if no line does.)
-            end = text.find("\n", start + PIECE_LENGTH) + 1 or len(text)
-            tokens = self.tokenizer(text[start:end], add_special_tokens=start == 0)["input_ids"]
-            yield tokens
-            start = end
-        eos = self.tokenizer.eos_token_id
-        if eos is not None and tokens[-1:] != [eos]:  # some tokenizers add the token themselves
-            yield [eos]
 
 
 class ReplicaAverage:
@@ -840,8 +832,8 @@ def files_in(name):
 def load_data(args, config, tokenizer):
     """Returns the documents, which are read later, and sequences to evaluate on.
 
-    The latter are of a split called validation or test, or else of documents that are held out:
-    about every twentieth. Sets `args.seq_length`."""
+    The latter are of a split in `HELD_OUT`, or else of documents that are held out: about every
+    twentieth. Sets `args.seq_length`."""
     longest = getattr(config, "max_position_embeddings", sys.maxsize)
     seq_length = args.seq_length or min(1024, longest)
     if args.dataset_name == "python-docs":
@@ -851,7 +843,7 @@ def load_data(args, config, tokenizer):
         texts = datasets.Dataset.from_dict({"text": paragraphs})
         splits = {"train": texts.to_iterable_dataset(num_shards=8)}  # as if they were in 8 files
     elif Path(args.dataset_name).exists():
-        splits = load_files(Path(args.dataset_name))
+        splits = load_files(Path(args.dataset_name), args.text_column or "text")
     else:
         splits = datasets.load_dataset(args.dataset_name, args.dataset_subset, streaming=True)
     if "train" not in splits:
@@ -864,25 +856,32 @@ def load_data(args, config, tokenizer):
         fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
     args.seq_length = seq_length
 
-    eval_documents = splits.get("validation", splits.get("test"))
+    held_out = next((name for name in HELD_OUT if name in splits), None)
+    if unread := splits.keys() - {"train", held_out}:
+        say(f"--dataset-name {args.dataset_name}: not read: {', '.join(sorted(unread))}")
+    eval_documents = splits.get(held_out)
     if eval_documents is None:
         eval_documents = documents.filter(is_held_out, input_columns=column)
         documents = documents.filter(lambda text: not is_held_out(text), input_columns=column)
-    eval_documents = datasets.Dataset.from_list(list(eval_documents.take(NUM_HELD_OUT)))
+    texts = [document[column] for document in eval_documents.take(NUM_HELD_OUT)]
+    if not texts:
+        fail(f"{args.dataset_name}: too few documents to evaluate on; {MORE_DOCUMENTS}")
+    eval_documents = datasets.Dataset.from_dict({column: texts})
     return documents, pack(eval_documents, column, tokenizer, seq_length)
 
 
 def is_held_out(text):
     """Whether a document is held out for evaluation. The same text always is, wherever it is."""
-    return bool(text) and zlib.crc32(text.encode()) % 20 == 0
+    return bool(text) and zlib.crc32(str(text).encode()) % 20 == 0
 
 
-def load_files(path):
+def load_files(path, column):
     """Returns the splits, by name, of a file or of all files in a folder.
 
-    A file or folder called validation or test is a split, and files of the hub have the name of
+    A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
     theirs, as in test-00000-of-00002.parquet. All other files are training data."""
     splits, formats, unread = {}, set(), []
+    names = "|".join(HELD_OUT)
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = file.relative_to(path).parts
         if file.is_dir() or parts[:1] == ("tokenizer",):
@@ -894,8 +893,8 @@ def load_files(path):
         formats.add(FORMATS[ending])
         split = "train"
         for part in parts:
-            match = re.fullmatch(r"(\w+)-\d{5}-of-\d{5}|validation|test", part.split(".")[0])
-            split = match[1] or match[0] if match else split
+            match = re.match(rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}", part)
+            split = match[1] or match[3] if match else split
         splits.setdefault(split, []).append(glob.escape(str(file)))
 
     if len(formats) != 1:
@@ -903,11 +902,15 @@ def load_files(path):
         fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
     if unread:
         say(f"--dataset-name {path}: not read: {', '.join(unread)}")
+    if splits.keys() <= set(HELD_OUT):  # there is nothing else to train on
+        splits = {"train": sum(splits.values(), [])}
     [name] = formats
-    options = {"sample_by": "paragraph"} if name == "text" else {}  # else a document is a line
+    # Without these a document is a line, and in a .csv 007 is a number and None a missing value.
+    as_text = {"converters": {column: str}, "keep_default_na": False}
+    options = {"text": {"sample_by": "paragraph"}, "csv": as_text}
     return {
         split: datasets.load_dataset(
-            name, data_files=files, split="train", streaming=True, **options
+            name, data_files=files, split="train", streaming=True, **options.get(name, {})
         )
         for split, files in splits.items()
     }
@@ -945,24 +948,53 @@ def pack(documents, column, tokenizer, seq_length):
                 fail("attention_mask has zeros, for padding: give labels, with -100 there")
         columns = [name for name in ("input_ids", "labels") if name in names]
         return documents.select_columns(columns).with_format("torch")
-    cut = partial(join_and_cut, tokenizer=tokenizer, seq_length=seq_length)
-    sequences = documents.map(cut, batched=True, input_columns=[column], remove_columns=names)
+    kind = documents.features[column]
+    if kind not in (datasets.Value("string"), datasets.Value("large_string")):
+        fail(f"column {column}: it was read as {kind}; prepare.py takes the values as they are")
+    try:
+        sequences = datasets.Dataset.from_generator(
+            partial(join_and_cut, documents[column], tokenizer, seq_length),
+            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+        )
+    except ValueError as error:
+        fail(f"--seq-length {seq_length}: the texts do not fill a sequence ({error})")
     return sequences.with_format("torch")
 
 
 def join_and_cut(texts, tokenizer, seq_length):
     """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    `Dataset.map` calls it with a thousand texts at a time. The end-of-text token follows each text.
     The last tokens, which do not fill a sequence, are left out."""
-    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = []
-    for text_tokens in tokenizer([text or "" for text in texts])["input_ids"]:
-        tokens += text_tokens
-        if text_tokens[-1:] != eos:  # some tokenizers add the token themselves
-            tokens += eos
-    starts = range(0, len(tokens) - seq_length + 1, seq_length)
-    return {"input_ids": [tokens[i : i + seq_length] for i in starts]}
+    for new_tokens in tokenize(texts, tokenizer):
+        tokens += new_tokens
+        end = len(tokens) // seq_length * seq_length
+        for start in range(0, end, seq_length):
+            yield {"input_ids": tokens[start : start + seq_length]}
+        tokens = tokens[end:]
+
+
+def tokenize(texts, tokenizer):
+    """Yields the tokens of texts, of long ones in pieces. The end-of-text token follows each."""
+    # Some tokenizers begin each text with a special token.
+    begin = [t for t in tokenizer("")["input_ids"] if t == tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    pieces = itertools.chain.from_iterable(cut_text(text) for text in texts if text)
+    # The tokenizer works on all pieces of a list in parallel.
+    while batch := list(itertools.islice(pieces, 128)):
+        tokens = tokenizer([piece for piece, _, _ in batch], add_special_tokens=False)["input_ids"]
+        for (_, is_first, is_last), piece_tokens in zip(batch, tokens, strict=True):
+            yield begin * is_first + piece_tokens + end * is_last
+
+
+def cut_text(text):
+    """Yields pieces of a text, and for each whether the text begins and whether it ends with it."""
+    start = 0
+    while start < len(text):
+        latest = start + 2 * PIECE_LENGTH  # for text without line ends
+        end = text.find("\n", start + PIECE_LENGTH, latest) + 1 or latest
+        yield text[start:end], start == 0, end >= len(text)
+        start = end
 
 
 def check_data(args, config, documents, eval_data):
@@ -971,9 +1003,6 @@ def check_data(args, config, documents, eval_data):
     This dict is saved: a run that is resumed must have the same model and data, whatever their
     names. So it holds checksums, under the names of the flags that they belong to. The documents to
     train on are not read yet, so of these only the number of files is compared."""
-    if len(eval_data) == 0:
-        fail(f"{args.dataset_name}: too few documents to evaluate on; {MORE_DOCUMENTS}")
-
     values = {**config.to_diff_dict(), "_name_or_path": None, "transformers_version": None}
     tokens_crc = check_tokens(eval_data, args.seq_length, config.vocab_size, 0)
     return {

@@ -36,11 +36,11 @@ OURS = {
     "-m gpt2-of-64 -s 128": "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens",
     "--global-batch-size 5000": "--global-batch-size 5000: python-docs has only ",
     "--eval-sequences 0": "--eval-sequences 0: must be above 0",
-    "-d short.txt": "--global-batch-size 32: short.txt has only 0 sequences of 256 tokens, 0 held",
+    "-d short.txt": "--seq-length 256: the texts do not fill a sequence",
     "-d empty": "--dataset-name empty: one format of .txt, .json, .jsonl, .csv, .parquet is ",
     "-d mixed": "--dataset-name mixed: one format of .txt, .json, .jsonl, .csv, .parquet is ",
     "-d script.py": "--dataset-name script.py: one format of .txt, .json, .jsonl, .csv, .parquet",
-    "-d only-a-test": "--dataset-name only-a-test: no split is called train, there are test",
+    "-d dates.jsonl": "column text: it was read as Value('timestamp[s]'); prepare.py takes",
     "-d other.jsonl": "no column is called text: choose one of a, b with --text-column",
     "-d other.jsonl --text-column c": "no column is called c: choose one of a, b with --text-col",
     "-d chat.jsonl": "no column is called text: choose one of messages with --text-column; to ",
@@ -74,7 +74,7 @@ QUICK = ("-d chat.jsonl", "-d padded.jsonl", "-d mixed", "-d missing.txt", "-m o
 def inputs(tmp_path_factory):
     """A folder of inputs, each bad in its own way."""
     folder = tmp_path_factory.mktemp("inputs")
-    for name in ("empty", "mixed", "broken-config", "only-a-test"):
+    for name in ("empty", "mixed", "broken-config"):
         (folder / name).mkdir()
     (folder / "a-file").write_text("x")
     (folder / "script.py").write_text("")
@@ -83,8 +83,8 @@ def inputs(tmp_path_factory):
     (folder / "mixed" / "b.jsonl").write_text('{"text": "b"}\n')
     (folder / "broken.jsonl").write_text('{"text": "abc"}\n{not json\n')
     (folder / "broken-config" / "config.json").write_text("{")
-    (folder / "only-a-test" / "test.jsonl").write_text('{"text": "abc"}\n')
     rows = {
+        "dates": [{"text": "2021-05-03"}] * 100,
         "other": [{"a": 1, "b": "x"}] * 100,
         "chat": [{"messages": [{"role": "user", "content": "x"}]}] * 100,
         "ids": [{"input_ids": [1] * 20}] * 100,

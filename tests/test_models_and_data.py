@@ -336,8 +336,56 @@ def test_all_files_of_a_folder_are_read(stage_01, tmp_path):
 def test_a_tokenizer_without_eos_joins_documents_bare(stage_01):
     tokenizer = stage_01.load_tokenizer("tiny", "")
     tokenizer.eos_token = None
-    cut = stage_01.join_and_cut(["ab", None, "c"], tokenizer, 3)
-    assert tokenizer.decode(cut["input_ids"][0]) == "abc"
+    [row] = stage_01.join_and_cut(["ab", None, "c"], tokenizer, 3)
+    assert tokenizer.decode(row["input_ids"]) == "abc"
+
+
+def test_values_of_csv_are_those_of_the_file(stage_01, tmp_path):
+    """`datasets` takes them for numbers, truth values and missing values."""
+    texts = ["007", "8", "TRUE", "2021-05-03", "None", "NA", "0.50", 'a "b"\nc, d'] * 40
+    pandas.DataFrame({"id": 1, "text": texts}).to_csv(tmp_path / "d.csv", index=False)
+    train, held_out = read(stage_01, tmp_path / "d.csv")
+    rows = [row["input_ids"].tolist() for part in (train, held_out) for row in part]
+    assert rows == packed(texts, 64)
+
+
+def test_packing_loses_less_than_a_sequence(stage_01, tmp_path):
+    """Also of many documents that are short, and of one that is longer than a piece."""
+    texts = [f"{i} " * (i % 5 + 1) for i in range(3000)]
+    texts += ["one line " * 9000, "\n".join(f"line {i}" for i in range(9000))]
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    train, held_out = read(stage_01, tmp_path / "d.jsonl")
+    rows = [row["input_ids"].tolist() for part in (train, held_out) for row in part]
+    assert rows == packed(texts, 64)
+
+
+@pytest.mark.parametrize("name", ["valid", "validation", "val", "dev", "test"])
+def test_names_of_what_is_held_out(name, stage_01, tmp_path, capsys):
+    """Without other data, it is trained on. Other splits are named."""
+    (tmp_path / "d" / name).mkdir(parents=True)
+    (tmp_path / "d" / name / "a.txt").write_text("A" * 999)
+    train, _ = read(stage_01, tmp_path / "d")
+    (tmp_path / "d" / "b.txt").write_text("B" * 999)
+    _, held_out = read(stage_01, tmp_path / "d")
+    assert held_out[0]["input_ids"].tolist() == train[0]["input_ids"].tolist()
+    (tmp_path / "d" / "validation.txt").write_text("C" * 999)
+    read(stage_01, tmp_path / "d")
+    said = f"--dataset-name {tmp_path / 'd'}: not read: {name}\n"
+    assert (said in capsys.readouterr().out) == (name != "validation")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(stage_01, tmp_path):
+    """Is no error, if no text has such a token. Nor do the random tokens of `dummy`."""
+    (tmp_path / "d.txt").write_text("some text " * 999)
+    config, _ = stage_01.load_config("tiny", False)
+    tokenizer = stage_01.load_tokenizer("tiny", "")
+    config.vocab_size = len(tokenizer)
+    tokenizer.add_tokens(["<image>"])
+    for name in ("dummy", tmp_path / "d.txt"):
+        args = data_args(name, 64)
+        args.global_batch_size = args.seed = 8
+        train, held_out = stage_01.load_data(args, config, tokenizer)
+        stage_01.check_data(args, config, train, held_out)
 
 
 def test_a_test_split_is_what_is_evaluated_on(data_files, stage_01):
@@ -362,10 +410,12 @@ def test_formats_train(name, data_files, curve):
 
 @pytest.mark.slow
 def test_one_process_of_a_node_tokenises(data_files, tmp_path):
-    shutil.copy(data_files / "d.jsonl", tmp_path / "not-seen-before.jsonl")
-    result = run("02-ddp", 3, *FEW, "-d", tmp_path / "not-seen-before.jsonl")
-    maps = [line for line in result.err.replace("\r", "\n").splitlines() if "Map:   0%" in line]
-    assert len(maps) == 1
+    bars = []
+    for processes in (1, 3):
+        path = shutil.copy(data_files / "d.jsonl", tmp_path / f"not-seen-before-{processes}.jsonl")
+        result = run("02-ddp", processes, *FEW, "-d", path)
+        bars.append(result.err.count("train split: 0 examples"))
+    assert bars[0] == bars[1] > 0
 
 
 @pytest.mark.law5

@@ -1,12 +1,15 @@
 """prepare.py: which tokens of which rows are trained on."""
 
+import csv
 import gzip
 import importlib.util
 import json
 import random
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pandas
 import pyarrow.parquet
 import pytest
@@ -26,16 +29,11 @@ REASONING = CHATML.replace(
     '"\\n" + ("<think></think>" if loop.last and message.role == "assistant" else "")'
     " + message.content",
 )
-# The same as CHATML, but it says that the content of an answer is what has to be learned.
-MARKED = """{%- for message in messages -%}
-{{ "<|im_start|>" + message.role + "\\n" }}
-{%- if message.role == "assistant" -%}
-{% generation %}{{ message.content }}{% endgeneration %}
-{%- else -%}
-{{ message.content }}
-{%- endif -%}
-{{ "<|im_end|>\\n" }}
-{%- endfor -%}"""
+# The same as CHATML, but it marks the content of an answer, and not the token that ends it.
+MARKED = CHATML.replace(
+    "message.content + ",
+    '"" }}{% generation %}{{ message.content }}{% endgeneration %}{{ ',
+)
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Größe? 😀"},
@@ -59,15 +57,25 @@ def tokenizer(prepare):
     return prepare.load_tokenizer("tiny")
 
 
-def tokens_of(prepare, tokenizer, columns, *values):
+def tokenized(prepare, tokenizer, columns, *rows, end=""):
+    """What prepare.py makes of rows: ids, labels, the ends of documents, counts."""
+    is_text = columns == ("text",) or isinstance(rows[0].get("completion"), str)
+    documents = [(row, True, True) for row in rows]
+    arguments = (tokenizer, columns, None if is_text else end, False, documents)
+    (ids, labels), ends, counts = prepare.tokenize(*arguments)
+    return ids, labels, ends, counts
+
+
+def tokens_of(prepare, tokenizer, columns, *values, **more):
     """(text, text that has a loss) of each example that a document gives."""
     row = dict(zip(columns, values, strict=True))
+    columns = tuple(name for name in columns if name != "input")
+    ids, labels, ends, _ = tokenized(prepare, tokenizer, columns, row, **more)
+    assert all(label in (token, -100) for token, label in zip(ids, labels, strict=True))
     examples = []
-    for ids, is_answer in prepare.tokenize(row, columns, tokenizer):
-        labels = prepare.mask(ids, is_answer)
-        assert all(label in (token, -100) for token, label in zip(ids, labels, strict=True))
-        trained_on = tokenizer.decode([label for label in labels if label != -100])
-        examples.append((tokenizer.decode(ids), trained_on))
+    for start, end in zip([0, *ends], ends, strict=False):
+        trained_on = [label for label in labels[start:end] if label != -100]
+        examples.append((tokenizer.decode(ids[start:end]), tokenizer.decode(trained_on)))
     return examples
 
 
@@ -102,9 +110,11 @@ def test_the_prompt_of_our_template_is_the_beginning_of_its_text(prepare, tokeni
         assert whole.startswith(prompt + CHAT[number]["content"] + END)
 
 
-def test_an_answer_is_what_the_template_adds_for_it(prepare, tokenizer):
-    """Without marks in the template: from the prompt for an answer to the end of its turn."""
-    tokenizer.chat_template = CHATML
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_an_answer_is_what_the_template_adds_for_it(template, prepare, tokenizer):
+    """From the prompt for an answer to the end of its turn. Marks in the template change nothing:
+    they may leave out the token that ends the turn, and a model would never learn to stop."""
+    tokenizer.chat_template = template
     [(text, trained_on)] = tokens_of(prepare, tokenizer, ("messages",), CHAT)
     assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert trained_on == "groß 😀<|im_end|>\nYes.<|im_end|>\n"
@@ -120,14 +130,13 @@ def test_conversations_of_sharegpt(prepare, tokenizer):
     assert tokens_of(prepare, tokenizer, ("conversations",), turns) == expected
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_answers_in_a_prompt_have_no_loss(template, prepare, tokenizer):
+def test_answers_in_a_prompt_have_no_loss(prepare, tokenizer):
     """The convention of TRL: the loss is on the completion."""
-    tokenizer.chat_template = template
+    tokenizer.chat_template = CHATML
     columns = ("prompt", "completion")
     [(text, trained_on)] = tokens_of(prepare, tokenizer, columns, CHAT[:4], CHAT[4:])
     assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert trained_on == ("Yes.<|im_end|>\n" if template == CHATML else "Yes.")
+    assert trained_on == "Yes.<|im_end|>\n"
 
 
 def test_values_that_are_missing_are_not_trained_on(prepare, tokenizer):
@@ -135,17 +144,17 @@ def test_values_that_are_missing_are_not_trained_on(prepare, tokenizer):
     tokenizer.chat_template = prepare.CHAT_TEMPLATE
     columns = ("instruction", "input", "output")
     assert tokens_of(prepare, tokenizer, columns, "q", None, None) == []
-    assert tokens_of(prepare, tokenizer, ("prompt", "completion"), "q", None) == []
     assert tokens_of(prepare, tokenizer, ("messages",), None) == []
+    assert tokens_of(prepare, tokenizer, ("text",), None) == []
+    [(text, _)] = tokens_of(prepare, tokenizer, ("prompt", "completion"), None, "a")
+    assert text == f"a{END}"
     messages = [{"role": "user", "content": [{"type": "text", "text": "q"}], "tools": None}]
     messages += [{"role": "assistant", "content": "a", "tools": None}]
-    for template in (MARKED, CHATML):
-        tokenizer.chat_template = template.replace(
-            "message.role +", 'message.role + (message.tools or "") +'
-        )
-        [(_, trained_on)] = tokens_of(prepare, tokenizer, ("messages",), messages)
-        assert trained_on.startswith("a")
-        assert "None" not in trained_on
+    tokenizer.chat_template = CHATML.replace(
+        "message.role +", 'message.role + (message.tools or "") +'
+    )
+    [(_, trained_on)] = tokens_of(prepare, tokenizer, ("messages",), messages)
+    assert trained_on == "a<|im_end|>\n"
 
 
 def test_a_greeting_is_no_answer(prepare, tokenizer):
@@ -158,16 +167,9 @@ def test_a_tokenizer_that_begins_texts_begins_conversations_so_too(prepare, toke
     """As Llama's does: what the model has seen at the start of each text in its pretraining."""
     begin = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     tokenizer.backend_tokenizer.post_processor = begin
-    prepare.set_chat_template(tokenizer)
+    assert prepare.end_of_answer(tokenizer) == ""
     [(text, _)] = tokens_of(prepare, tokenizer, ("instruction", "output"), "q", "a")
     assert text == f"{END}### Instruction:\nq\n\n### Response:\na{END}"
-
-
-def test_marks_of_a_template_say_what_an_answer_is(prepare, tokenizer):
-    tokenizer.chat_template = MARKED
-    [(text, trained_on)] = tokens_of(prepare, tokenizer, ("messages",), CHAT)
-    assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert trained_on == "groß 😀Yes."
 
 
 def test_a_template_that_rewrites_earlier_answers_gives_an_example_each(prepare, tokenizer):
@@ -180,14 +182,74 @@ def test_a_template_that_rewrites_earlier_answers_gives_an_example_each(prepare,
     assert [trained_on for _, trained_on in examples] == answers
 
 
+def test_the_calls_of_tools_keep_their_numbers(prepare, tokenizer, tmp_path):
+    """A call has no content. Its arguments are no texts: a template may write them as JSON."""
+    call = {"role": "assistant", "tool_calls": [{"arguments": {"a": 4, "b": 0.5, "c": "4"}}]}
+    row = {"messages": [{"role": "user", "content": 7}, call]}
+    [row] = prepare.read_rows(write_lines(tmp_path / "d.jsonl", [row]))
+    calls = 'message.content + (message.tool_calls | tojson if message.tool_calls else "")'
+    tokenizer.chat_template = CHATML.replace("message.content", calls)
+    [(text, trained_on)] = tokens_of(prepare, tokenizer, ("messages",), row["messages"])
+    assert text.startswith("<|im_start|>user\n7<|im_end|>")
+    assert trained_on == '[{"arguments": {"a": 4, "b": 0.5, "c": "4"}}]<|im_end|>\n'
+
+
+def test_a_template_that_does_not_end_answers(prepare, tokenizer, capsys):
+    """As that of GLM-4: the end-of-text token follows each answer, and all of it is learned."""
+    tokenizer.chat_template = CHATML.replace('"<|im_end|>\\n"', '""')
+    end = prepare.end_of_answer(tokenizer)
+    assert end == END
+    assert f"does not end answers, so this does: {END}" in capsys.readouterr().out
+    examples = tokens_of(prepare, tokenizer, ("messages",), CHAT, end=end)
+    assert [trained_on for _, trained_on in examples] == [f"groß 😀{END}", f"Yes.{END}"]
+
+
+def test_a_template_that_writes_the_date_is_named(prepare, tokenizer, capsys):
+    """As that of Llama 3.2: rows that are prepared tomorrow would have other tokens."""
+    tokenizer.chat_template = '{{ strftime_now("%d %b %Y") }}' + CHATML
+    prepare.end_of_answer(tokenizer)
+    assert "the chat template writes the date" in capsys.readouterr().out
+
+
+def test_roles_have_many_names_and_what_is_left_out_is_counted(prepare, tokenizer):
+    tokenizer.chat_template = CHATML
+    answers = [("user", "assistant"), ("USER", "Assistant"), ("human", "gpt"), ("user", "model")]
+    answers += [("prompter", "bot"), ("user", "narrator"), ("assistant", "user")]
+    contents = [("q", "a")] * len(answers) + [("q", " "), ("q<|endoftext|>", "a")]
+    answers += [("user", "assistant")] * 2
+    rows = [
+        {"messages": [{"role": r, "content": c} for r, c in zip(roles, texts, strict=True)]}
+        for roles, texts in zip(answers, contents, strict=True)
+    ]
+    _, _, ends, counts = tokenized(prepare, tokenizer, ("messages",), *rows)
+    assert len(ends) == 5
+    assert counts == {
+        "documents": 9,
+        "left out: no answer of the assistant, but messages of: user, narrator": 1,
+        "left out: no answer of the assistant, but messages of: assistant, user": 1,
+        "left out: an answer is empty": 1,
+        f"left out: a message has the special token {END}": 1,
+    }
+
+
+def test_a_conversation_that_the_template_refuses_is_counted(prepare, tokenizer):
+    refusal = (
+        "{%- if messages[0].role == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}"
+    )
+    tokenizer.chat_template = refusal + CHATML
+    rows = [{"messages": CHAT}, {"messages": CHAT[1:]}]
+    _, _, ends, counts = tokenized(prepare, tokenizer, ("messages",), *rows)
+    assert len(ends) == 1
+    assert counts["left out, the chat template says: no system"] == 1
+
+
 def test_a_token_over_the_border_belongs_to_the_answer(prepare):
     """Tokens of a prompt and its answer may be one: such as a space and the word after it."""
     vocabulary = {END: 0, "a": 1, "Ġ": 2, "b": 3, "Ġb": 4}
     tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[("Ġ", "b")])
-    columns = ("prompt", "completion")
     row = {"prompt": "a ", "completion": "b"}
-    [(ids, is_answer)] = prepare.tokenize(row, columns, tokenizer)
-    assert (ids, is_answer) == ([1, 4, 0], [False, True, True])
+    ids, labels, _, _ = tokenized(prepare, tokenizer, ("prompt", "completion"), row)
+    assert (ids.tolist(), labels.tolist()) == ([1, 4, 0], [-100, 4, 0])
 
 
 # The program.
@@ -237,8 +299,9 @@ def test_alpaca_is_trained_on_its_answers(prepare, tmp_path, monkeypatch, capsys
     arguments = (prepare, monkeypatch, capsys, path)
     text, said = main(*arguments, tmp_path / "a")
     assert text.startswith(END.join(TEXT[:100]))
-    assert "training on the columns instruction, input, output" in said
-    assert "train: 200 documents, 0 without an answer or text" in said
+    assert "training on instruction, output; columns not used: text" in said
+    assert "train: 200 documents in 1 file(s)" in said
+    assert "left out" not in said
     assert f"### Response:\n⟦{TEXT[0][:9]}" in said
     text, said = main(*arguments, tmp_path / "b", "--text-column", "text")
     assert text.startswith(f"q {TEXT[0]}{END}q {TEXT[1]}")
@@ -252,10 +315,11 @@ def test_packing_loses_less_than_a_row(prepare, tmp_path, monkeypatch, capsys):
     texts = [f"{i} " * (i % 7) for i in range(2500)]
     path = write_lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
     text, said = main(prepare, monkeypatch, capsys, path, tmp_path / "a")
-    whole = END.join(texts) + END
+    whole = END.join(filter(None, texts)) + END
     assert whole.startswith(text)
-    num_tokens = sum(len(text) + 1 for text in texts)
+    num_tokens = sum(len(text) + 1 for text in texts if text)
     assert f"{num_tokens // 64:,} rows" in said
+    assert f"{texts.count('')} left out: no text" in said
 
 
 @pytest.mark.parametrize("ending", [".csv", ".csv.gz", ".jsonl.gz", ".txt.gz", ".parquet", ".json"])
@@ -275,6 +339,152 @@ def test_formats_of_files(ending, prepare, tmp_path, monkeypatch, capsys):
         path.write_bytes(gzip.compress(rows.encode()))
     text, _ = main(prepare, monkeypatch, capsys, path, tmp_path / "out")
     assert text.startswith(END.join(TEXT[:150]))
+
+
+# What `datasets` takes for numbers, truth values, dates and missing values.
+VALUES = ["007", "8", "TRUE", "2021-05-03", "None", "NA", "1e5", "0.50", 'a "b"\r\nc,\n d ', "é"]
+
+
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".json"])
+def test_values_are_those_of_the_file(ending, prepare, tmp_path, monkeypatch, capsys):
+    """No type is guessed, also where a cell is empty, and numbers in JSON keep their digits. A mark
+    of the byte order (BOM) at the beginning and line ends of Windows are no part of a value."""
+    path = tmp_path / f"d{ending}"
+    rows = [{"text": value, "empty": ""} for value in ["", *VALUES]]
+    if ending == ".csv":
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
+            writer = csv.DictWriter(file, ["text", "empty"])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        objects = ["4", "0.5", "0.50", *[json.dumps(value) for value in VALUES]]
+        objects = [f'{{"text": {value}, "empty": null}}' for value in objects]
+        text = "[" + ",".join(objects) + "]" if ending == ".json" else "\r\n".join(objects)
+        path.write_bytes(text.encode("utf-8-sig"))
+    numbers = [] if ending == ".csv" else ["4", "0.5", "0.50"]
+    text, said = main(
+        prepare, monkeypatch, capsys, path, tmp_path / "out", "--strategy", "overflow"
+    )
+    assert text == "".join(value + END for value in numbers + VALUES)
+    assert ("1 left out: no text" in said) == (ending == ".csv")
+
+
+def test_rows_of_alpaca_may_have_an_input_later(prepare, tmp_path, monkeypatch, capsys):
+    rows = [{"instruction": "q", "output": "a"}, {"instruction": "r", "input": "s", "output": 4}]
+    path = write_lines(tmp_path / "d.jsonl", rows)
+    out = tmp_path / "out"
+    text, _ = main(
+        prepare, monkeypatch, capsys, path, out, "--train-on-prompt", "--strategy", "overflow"
+    )
+    assert text.endswith(f"### Instruction:\nr\n\ns\n\n### Response:\n4{END}")
+
+
+def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch, capsys):
+    """Of all formats, whatever their names are."""
+    names = ["the train.txt", "my test notes.txt", "below/a.txt", "part-00000-of-00001.txt"]
+    names += ["b.jsonl", "val/c.txt", "dev/d.txt", "e.md", ".hidden"]
+    for number, name in enumerate(names):
+        path = tmp_path / "d" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = chr(ord("A") + number) * 99
+        path.write_text(json.dumps({"text": text}) if name == "b.jsonl" else text)
+    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d", tmp_path / "a")
+    assert set(text.replace(END, "")) == set("ABCDE")
+    assert "not read: .hidden, e.md\n" in said
+    assert "not read: the splits dev\n" in said
+    assert "train: 5 documents in 5 file(s)" in said
+    assert "⟦FFFFF" in said
+    # Nothing else is there to train on.
+    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d" / "val", tmp_path / "b")
+    assert set(text.replace(END, "")) == {"F"}
+    (tmp_path / "d" / "val" / "c.txt").rename(tmp_path / "d" / "val" / "test.txt")
+    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d" / "val", tmp_path / "c")
+    assert set(text.replace(END, "")) == {"F"}
+
+
+@pytest.mark.law5
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("d.txt", "abc".encode("utf-16"), "after 0 documents: 'utf-8' codec can't decode"),
+        ("d.jsonl", b'{"text": "a"}\n{"text": "b', "after 1 documents: Unterminated string"),
+        ("d.json", b'[{"text": "a"}, 4]', "after 1 documents: not an object: 4"),
+        ("d.csv", b"text,b\na,b\na,b,c\n", "after 1 documents: line 3 has more or fewer values"),
+        ("d.csv", b'text,b\na,b\n"a,b\n', "after 1 documents: unexpected end of data"),
+        ("d.txt.gz", gzip.compress(bytes(999))[:-9], "after 0 documents: Compressed file ended"),
+        ("d.parquet", b"abc", "after 0 documents: Parquet file size is 3 bytes"),
+    ],
+)
+def test_a_damaged_file_is_named(name, content, problem, prepare, tmp_path, monkeypatch, capsys):
+    """Also if its first documents can be read. No folder is left then."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        main(prepare, monkeypatch, capsys, tmp_path / name, tmp_path / "out")
+    assert str(stop.value.code).startswith(f"prepare.py: error: {tmp_path / name}: {problem}")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def rows_of(prepare, monkeypatch, capsys, *arguments):
+    main(prepare, monkeypatch, capsys, *arguments)
+    return pyarrow.parquet.read_table(arguments[1] / "train.parquet")
+
+
+def test_strategies(prepare, tmp_path, monkeypatch, capsys):
+    """pack: joined and cut. overflow: each document begins a row. truncate: and has only one. What
+    is padding has no loss. Documents are longer than the pieces that they are tokenized in, or end
+    with a row. Several processes make the same rows."""
+    draw = random.Random(5)
+    lengths = [0, 1, 62, 63, 64, 127, 25_000, 1_300_000] + [draw.randint(1, 300) for _ in range(99)]
+    draw.shuffle(lengths)
+    texts = ["".join(draw.choices("ab\n", k=length)) for length in lengths]
+    path = write_lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
+    documents = [text + END for text in texts if text]
+    tokenizer = prepare.load_tokenizer("tiny")
+    ids = [np.array(tokenizer(document)["input_ids"]) for document in documents]
+
+    def padded(ids):
+        return np.pad(ids, (0, -len(ids) % 64), constant_values=-100)
+
+    joined = np.concatenate(ids)
+    expected = {
+        "pack": joined[: len(joined) // 64 * 64],
+        "overflow": np.concatenate([padded(document) for document in ids]),
+        "truncate": np.concatenate([padded(document[:64]) for document in ids]),
+    }
+    for strategy, labels in expected.items():
+        arguments = (prepare, monkeypatch, capsys, path)
+        table = rows_of(*arguments, tmp_path / strategy, "--strategy", strategy)
+        assert np.array_equal(table["labels"].combine_chunks().flatten(), labels)
+        input_ids = np.array(table["input_ids"].combine_chunks().flatten())
+        assert np.array_equal(input_ids, np.where(labels == -100, 0, labels))
+    call(path, tmp_path / "two", "--strategy", "truncate", "--num-proc", 2)
+    assert pyarrow.parquet.read_table(tmp_path / "two" / "train.parquet") == table
+
+
+def test_a_killed_run_leaves_no_folder_that_looks_complete(tmp_path):
+    path = tmp_path / "d.txt"
+    path.write_text("some text\n" * 5_000_000)
+    command = [sys.executable, ROOT / "prepare.py", "-m", "tiny", "-d", path, "-o", "out"]
+    how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*map(str, command)], cwd=tmp_path, env=environment(), **how)
+    deadline = time.monotonic() + 600
+    while not any(file.stat().st_size > 99 for file in tmp_path.glob(".prepare-*/out/*.parquet")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_mds(prepare, tmp_path, monkeypatch, capsys):
+    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming")
+    with streaming.MDSWriter(out=str(tmp_path / "d"), columns={"text": "str"}) as writer:
+        for text in TEXT:
+            writer.write({"text": text})
+    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d", tmp_path / "out")
+    assert text.startswith(END.join(TEXT[:150]))
+    assert "train: 200 documents" in said
 
 
 def test_splits_of_chats_on_the_hub(prepare, tmp_path, monkeypatch, capsys):
@@ -299,13 +509,13 @@ def test_splits_of_chats_on_the_hub(prepare, tmp_path, monkeypatch, capsys):
     [
         ({"title": "a", "body": "b"}, (), "choose one of the columns title, body with --text-col"),
         ({"messages": [{"who": "user"}]}, (), "a row cannot be read: KeyError('role')"),
-        ({"prompt": "a", "completion": 4}, (), "a row cannot be read: TypeError("),
+        ({"prompt": "a", "completion": {}}, (), "a row cannot be read: TypeError("),
         (
             {"messages": [{"role": "user", "content": "x"}]},
             (),
-            "train: it has only 0 tokens, a row",
+            "train: this does not fill a row of 1024 tokens (-s)",
         ),
-        ({"text": "a"}, ("-o", "."), "-o .: this folder is not empty"),
+        ({"text": "a"}, ("-o", "."), "-o .: this exists already"),
     ],
 )
 def test_one_line_says_what_is_wrong(row, flags, problem, prepare, tmp_path, monkeypatch):
@@ -372,13 +582,47 @@ def test_one_curve_on_chats(stage, processes, flags, prepared, curve):
     assert one[4]["train/tokens_seen"] == 4 * 8 * 64
 
 
-def test_the_model_is_exported_with_its_format(prepared, tmp_path):
-    """final_model writes a prompt for an answer in the format that it was trained in."""
-    run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *FEW, "-d", prepared)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "a" / "final_model")
-    text = tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
-    assert text.endswith("😀\n\n### Response:\n")
-    assert list(metrics(tmp_path / "a")) == [1, 2, 3, 4]
+def test_a_fine_tuned_base_model_stops_by_itself(prepare, tmp_path):
+    """Base models of Qwen have a chat template that ends a turn with <|im_end|>, and a tokenizer
+    and a generation_config that end a text with <|endoftext|>. Trained in 01 and on in 03, the
+    model ends its answers, in a chat of `pipeline` and in the sample of the scripts. Its tokenizer
+    has one token more than its embedding."""
+    tokenizer = prepare.load_tokenizer("tiny")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.chat_template = CHATML
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 256}
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=len(tokenizer) - 1, bos_token_id=None, eos_token_id=0
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+
+    answers = {"a?": "one, two", "b?": "three", "c?": "four, five, six"}
+    rows = [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+        for q, a in answers.items()
+    ]
+    path = write_lines(tmp_path / "d.jsonl", rows * 100)
+    model = ("-m", tmp_path / "base")
+    said = call(path, tmp_path / "data", *model).out
+    assert "the chat template ends answers with <|im_end|>" in said
+    flags = (*model, "-d", tmp_path / "data", "-e", "a", "--save-dir", tmp_path, *SMALL[2:])
+    flags += ("--lr", "5e-3", "--lr-scheduler", "constant", "--num-epochs", 9, "--dtype", "fp32")
+    run("01-single-gpu", 1, *flags, "--max-steps", 60)
+    out = run("03-fsdp", 2, *flags, "--max-steps", 80).out
+    assert list(metrics(tmp_path / "a"))[-1] == 80
+    [written] = [x for x in out.splitlines() if x.startswith("what the model writes after it: ")]
+    assert written.split(": ", 1)[1] in answers.values()
+
+    folder = str(tmp_path / "a" / "final_model")
+    write = transformers.pipeline("text-generation", model=folder)
+    for question, answer in answers.items():
+        chat = [{"role": "user", "content": question}]
+        [result] = write(chat, max_new_tokens=60, do_sample=False)
+        assert result["generated_text"][-1] == {"role": "assistant", "content": answer}
+    assert write.model.generation_config.eos_token_id == [0, 258]
 
 
 def test_rows_for_another_tokenizer_are_refused(prepared, tmp_path):

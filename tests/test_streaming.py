@@ -9,7 +9,7 @@ import sys
 import zlib
 from pathlib import Path
 
-import datasets
+import pandas
 import pytest
 from conftest import (
     SMALL,
@@ -164,14 +164,14 @@ def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["parquet", "jsonl.gz", "validation"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl.gz", "validation"])
 def test_kinds_of_files(kind, tmp_path):
     [texts] = write_files(tmp_path / "json", [80], 2)
     path = tmp_path / "data"
     path.mkdir()
-    if kind == "parquet":
-        rows = {"id": [*range(80)], "text": texts}
-        datasets.Dataset.from_dict(rows).to_parquet(path / "data.parquet")
+    if kind == "csv":
+        texts = [*texts[:76], "007", "NA", "TRUE", "2021-05-03"]
+        pandas.DataFrame({"id": [*range(80)], "text": texts}).to_csv(path / "data.csv")
     elif kind == "jsonl.gz":
         with gzip.open(path / "data.jsonl.gz", "wb") as file:
             file.write((tmp_path / "json" / "000.jsonl").read_bytes())
@@ -194,12 +194,11 @@ def test_kinds_of_files(kind, tmp_path):
 def test_a_long_document_is_tokenized_in_pieces(tmp_path):
     """Without a trace of it: the sequences are those of the whole document."""
     code = """
-from types import SimpleNamespace
 from conftest import load
 stage = load("06-streaming")
 tokenizer = stage.load_tokenizer("tiny", "")
-text = "\\n".join("line %d" % i for i in range(5000)) + "x" * 3000
-pieces = stage.Streams.tokenize(SimpleNamespace(tokenizer=tokenizer), text)
+text = "\\n".join("line %d" % i for i in range(5000)) + "x" * 9000
+pieces = stage.tokenize([text], tokenizer)
 whole = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
 stage.PIECE_LENGTH = 1000
 pieces = [*pieces]
@@ -224,6 +223,7 @@ def python(code):
 
 BAD = {
     "no text": (("-d", "numbers.jsonl"), "no column is called text: choose one of number"),
+    "no texts": (("-d", "numbers.jsonl", "--text-column", "number"), "it was read as Value"),
     "one document": (("-d", "one.txt"), "one.txt: too few documents to evaluate on; cut a text"),
     "few documents": (("-d", "few.jsonl"), "few.jsonl: 8 streams need more documents; cut"),
 }
@@ -234,12 +234,14 @@ BAD = {
 def test_bad_input(case, tmp_path):
     flags, line = BAD[case]
     (tmp_path / "one.txt").write_text("many " * 1000)
-    (tmp_path / "numbers.jsonl").write_text('{"number": 3}\n' * 50)
+    (tmp_path / "numbers.jsonl").write_text("".join(f'{{"number": {i}}}\n' for i in range(50)))
     # Of these some are held out, and others are for some of the streams only.
     rows = [json.dumps({"text": f"document {i} " * 20}) for i in range(40)]
     held_out = [row for row in rows if zlib.crc32(json.loads(row)["text"].encode()) % 20 == 0]
     (tmp_path / "few.jsonl").write_text("\n".join(held_out + rows[:3]) + "\n")
-    result = stream(1, tmp_path, "-d", tmp_path / flags[1], "--max-steps", 3, check=False)
+    result = stream(
+        1, tmp_path, "-d", tmp_path / flags[1], *flags[2:], "--max-steps", 3, check=False
+    )
     assert result.returncode != 0
     assert len(result.errors) == 1
     assert line in result.errors[0]

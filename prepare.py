@@ -19,6 +19,7 @@ import re
 import shlex
 import sys
 import tempfile
+import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
@@ -58,7 +59,7 @@ CHAT_TEMPLATE = """
 {%- for message in messages -%}
 {{ "" if loop.first else "\\n\\n" }}
 {%- if message.role == "assistant" -%}
-{{ "### Response:\\n" + message.content + eos_token }}
+{{ "### Response:\\n" ~ message.content ~ eos_token }}
 {%- else -%}
 {{ "### Instruction:" if message.role == "user" else "### " + message.role.capitalize() + ":" }}
 {{ message.content }}
@@ -77,9 +78,10 @@ def main(args):
     columns = choose_columns(list(first), args.text_column)
     # A prompt and a completion that are not lists of messages are joined, without a template.
     are_texts = "completion" in columns and not isinstance(first["completion"], list)
-    is_chat = columns in CHAT_COLUMNS and not are_texts
-    end = end_of_answer(tokenizer) if is_chat else None
-    work = partial(tokenize, tokenizer, columns, end, args.train_on_prompt)
+    eos_token, suffix = tokenizer.eos_token, None
+    if columns in CHAT_COLUMNS and not are_texts:
+        eos_token, suffix = end_of_answer(tokenizer)
+    work = partial(tokenize, tokenizer, columns, suffix, args.train_on_prompt)
 
     # The folder gets its name when all is written.
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +90,7 @@ def main(args):
         folder.mkdir()
         for name, sources in splits.items():
             write_rows(folder / f"{name}.parquet", sources, columns, work, tokenizer, args)
+        tokenizer.eos_token = eos_token  # the trained model stops generating at this token
         tokenizer.save_pretrained(folder / "tokenizer")
         folder.rename(out)
     command = ["python", "01-single-gpu/train-llm.py", "-m", args.model_name, "-d", str(out)]
@@ -128,7 +131,9 @@ def load_splits(name, subset):
         splits = {key: [rows] for key, rows in datasets.load_dataset(name, subset).items()}
 
     # Chats on the hub often have train_sft and test_sft.
-    splits = {key.removesuffix("_sft"): sources for key, sources in splits.items()}
+    for key in ("train", "test"):
+        if key not in splits and f"{key}_sft" in splits:
+            splits[key] = splits.pop(f"{key}_sft")
     held_out = next((key for key in HELD_OUT if key in splits), None)
     if "train" not in splits:
         fail(f"-d {name}: no split is called train, there are {', '.join(splits)}")
@@ -141,18 +146,22 @@ def find_files(path):
     """Returns the splits, by name, of a file or of all files in a folder.
 
     A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
-    theirs, as in test-00000-of-00002.parquet. All other files are training data."""
+    theirs, as in test-00000-of-00002.parquet. All other files are training data. Hidden files and
+    folders are ignored."""
     splits, unread = {}, []
     names = "|".join(HELD_OUT)
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_dir():
+        parts = file.relative_to(path).parts
+        is_hidden = any(part.startswith(".") for part in parts)
+        if file.is_dir() or is_hidden:
             continue
         if ending_of(file) not in READERS:
             unread.append(file.name)
             continue
         split = "train"
-        for part in file.relative_to(path).parts:
-            match = re.match(rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}", part)
+        for part in parts:
+            pattern = rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}"
+            match = re.match(pattern, part.lower())
             split = match[1] or match[3] if match else split
         splits.setdefault(split, []).append(file)
 
@@ -174,7 +183,8 @@ def read_rows(source, bar=None):
     """Yields the documents of a source, dicts. A progress bar counts bytes of files, or documents.
 
     The values are those that stand in the file: nothing guesses their types."""
-    bar = bar or tqdm(disable=True)
+    if bar is None:
+        bar = tqdm(disable=True)
     if not isinstance(source, Path):
         for row in source:
             yield row
@@ -189,22 +199,22 @@ def read_rows(source, bar=None):
                 number += 1
                 bar.update(file.tell() - position)
                 position = file.tell()
-    except (ValueError, EOFError, OSError, csv.Error) as error:
+    except (ValueError, EOFError, OSError, csv.Error, zlib.error) as error:
         fail(f"{source}: after {number:,} documents: {error}")
 
 
 def read_text(file):
-    """The file is one document."""
+    """The file is one document. A line of it ends in \\n, also if it was written on Windows."""
     text = io.TextIOWrapper(file, "utf-8-sig")
     yield {"text": text.read()}
 
 
 class Integer(int):
-    """A number of a .json file, which is also a text."""
+    """A number of a .json file. As a text it is what stands there, see `text_of`."""
 
 
 class Decimal(float):
-    """A number of a .json file, which is also a text, with all its digits, as in 0.50."""
+    """The same for a number with a point or an exponent: 0.50 keeps all its digits."""
 
     def __init__(self, text):
         self.text = text
@@ -232,6 +242,8 @@ def read_json(file):
 def read_csv(file):
     """The first line has the names of the columns."""
     rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    if len(set(rows.fieldnames or [])) < len(rows.fieldnames or []):
+        raise ValueError(f"two columns have the same name: {', '.join(rows.fieldnames)}")
     for row in rows:
         if None in row or None in row.values():
             raise ValueError(f"line {rows.line_num} has more or fewer values than the first line")
@@ -256,17 +268,22 @@ def choose_columns(names, text_column):
     """Returns the columns to train on: a column of text, or one of `CHAT_COLUMNS`."""
     for columns in [(text_column,)] if text_column else (*CHAT_COLUMNS, ("text",)):
         if set(columns) <= set(names):
-            used = {*columns, "input"} if "instruction" in columns else set(columns)
-            unused = ", ".join(name for name in names if name not in used)
+            if columns == ("instruction", "output"):
+                names = [name for name in names if name != "input"]
+            unused = ", ".join(name for name in names if name not in columns)
             print(f"training on {', '.join(columns)}; columns not used: {unused or 'none'}")
             return columns
     fail(f"choose one of the columns {', '.join(names)} with --text-column, or call them messages")
 
 
 def read_batches(sources, columns, bar):
-    """Yields lists of (document, is its beginning, is its end), of about a million characters."""
+    """Yields lists of (document, is its beginning, is its end), of about a million characters.
+
+    A long text is cut into several such documents. A conversation never is: both are True."""
+    columns_of_row = (*columns, "input") if "instruction" in columns else columns
     batch, length = [], 0
     for row in chain.from_iterable(read_rows(source, bar) for source in sources):
+        row = {name: row[name] for name in columns_of_row if name in row}
         pieces = [(row, True, True)]
         if len(columns) == 1 and isinstance(row.get(columns[0]), str):
             text = row[columns[0]]
@@ -294,10 +311,10 @@ def cut_text(text):
 
 
 def end_of_answer(tokenizer):
-    """Makes the token with which the chat template ends an answer the end-of-text token.
+    """Returns the token at which the model has to stop, and what has to be added to each answer.
 
-    The tokenizer is saved with the data and with the model, which stops generating at this token.
-    Returns what has to be added to answers: "", or this token if the template does not write it."""
+    The token is the one with which the chat template ends an answer, and nothing is added. If the
+    template does not end answers, both are the end-of-text token."""
     if tokenizer.chat_template is None:
         print("no chat template: '### Instruction:' and '### Response:' are the headings")
         tokenizer.chat_template = CHAT_TEMPLATE
@@ -312,21 +329,22 @@ def end_of_answer(tokenizer):
     after_answer = tokenizer.tokenize(text[text.rindex("ANSWER") + len("ANSWER") :])
     ends = [token for token in after_answer if token in tokenizer.added_tokens_encoder]
     if ends:
-        tokenizer.eos_token = ends[0]
         print(f"the chat template ends answers with {ends[0]}")
-        return ""
+        return ends[0], ""
+    if tokenizer.eos_token is None:
+        fail("the chat template does not end answers, and the tokenizer has no end-of-text token")
     print(f"the chat template does not end answers, so this does: {tokenizer.eos_token}")
-    return tokenizer.eos_token or ""
+    return tokenizer.eos_token, tokenizer.eos_token
 
 
 class LeftOut(Exception):
     """A document that is not trained on. The message is the reason."""
 
 
-def tokenize(tokenizer, columns, end, train_on_prompt, documents):
+def tokenize(tokenizer, columns, suffix, train_on_prompt, documents):
     """Tokenizes a list of (document, is its beginning, is its end).
 
-    `end` is added to answers; it is None if documents are texts. Returns token ids and labels,
+    `suffix` is added to answers; it is None if documents are texts. Returns token ids and labels,
     (2, N) int32, the positions where documents end in them, and a Counter of documents, and of
     reasons to leave them out. A label is -100 for a token that is not part of an answer, so that it
     has no loss."""
@@ -335,8 +353,8 @@ def tokenize(tokenizer, columns, end, train_on_prompt, documents):
     for row, is_first, is_last in documents:
         counts["documents"] += is_first
         try:
-            for text, answers in examples_of(row, tokenizer, columns, end):
-                examples.append((text, answers, is_first, is_last))
+            texts = list(examples_of(row, tokenizer, columns, suffix))
+            examples += [(text, answers, is_first, is_last) for text, answers in texts]
         except LeftOut as reason:
             counts[f"left out: {reason}"] += 1
         except jinja2.TemplateError as error:
@@ -347,32 +365,35 @@ def tokenize(tokenizer, columns, end, train_on_prompt, documents):
         return np.empty((2, 0), np.int32), [], counts
 
     # The tokens before and after a text. In a conversation the chat template has written them.
-    before = after = []
-    if end is None:
-        before = [t for t in tokenizer("")["input_ids"] if t == tokenizer.bos_token_id]
-        after = [t for t in [tokenizer.eos_token_id] if t is not None]
-    texts, ranges, _, _ = zip(*examples, strict=True)
-    options = {"add_special_tokens": False, "return_offsets_mapping": any(ranges)}
-    tokens = tokenizer(list(texts), **options)
+    bos = eos = []
+    if suffix is None:
+        bos = [t for t in tokenizer("")["input_ids"] if t == tokenizer.bos_token_id]
+        eos = [t for t in [tokenizer.eos_token_id] if t is not None]
+    texts = [text for text, _, _, _ in examples]
+    has_prompts = any(answers for _, answers, _, _ in examples) and not train_on_prompt
+    tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=has_prompts)
     parts, ends, length = [], [], 0
     for i, (_, answers, is_first, is_last) in enumerate(examples):
         ids = labels = tokens["input_ids"][i]
-        if answers and not train_on_prompt:
+        before = before_labels = bos if is_first else []
+        after = eos if is_last else []
+        if answers and has_prompts:
             labels = mask(ids, tokens["offset_mapping"][i], answers)
-        first, last = before if is_first else [], after if is_last else []
-        parts.append(np.array([[*first, *ids, *last], [*first, *labels, *last]], np.int32))
+            before_labels = [-100] * len(before)
+        ids, labels = [*before, *ids, *after], [*before_labels, *labels, *after]
+        parts.append(np.array([ids, labels], np.int32))
         length += parts[-1].shape[1]
         if is_last:
             ends.append(length)
     return np.concatenate(parts, axis=1), ends, counts
 
 
-def examples_of(row, tokenizer, columns, end):
+def examples_of(row, tokenizer, columns, suffix):
     """Yields the texts of a document and, for each, the ranges of characters that are answers.
 
     Instead of ranges it is None for a text without a prompt: all of it is trained on."""
-    if end is not None:
-        yield from conversations_of(*messages_of(row, columns), tokenizer, end)
+    if suffix is not None:
+        yield from conversations_of(*messages_of(row, columns), tokenizer, suffix)
         return
     *prompts, text = (text_of(row[column]) for column in columns)
     if not text:
@@ -386,7 +407,9 @@ def text_of(value):
     if isinstance(value, list):
         return "".join(part["text"] for part in value)
     if isinstance(value, str | Integer | Decimal):
-        return str(value)
+        text = str(value)
+        text.encode()  # an error if it has half of a character, as "\\ud83d" in JSON may be
+        return text
     if value is not None:
         raise TypeError(f"this is not a text: {value!r}")
     return ""
@@ -395,7 +418,7 @@ def text_of(value):
 def messages_of(row, columns):
     """Returns the messages of a conversation, and how many of the first ones are not answers."""
     if "instruction" in columns:
-        parts = (text_of(row.get(name)) for name in ("instruction", "input"))
+        parts = [text_of(row["instruction"]), text_of(row.get("input"))]
         question = {"role": "user", "content": "\n\n".join(filter(None, parts))}
         return clean_messages([question, {"role": "assistant", "content": row["output"]}]), 1
     if "completion" in columns:
@@ -411,21 +434,18 @@ def clean_messages(messages):
     cleaned = []
     for message in messages or []:
         message = {key: value for key, value in message.items() if value is not None}
-        if "from" in message:  # ShareGPT
-            message = {"role": message["from"], "content": message.get("value")}
-        role = message["role"].lower()
-        content = text_of(message.get("content"))
+        role = message["from" if "from" in message else "role"].lower()  # from: ShareGPT
+        content = text_of(message.get("value", message.get("content")))
         cleaned.append({**message, "role": ROLES.get(role, role), "content": content})
     return cleaned
 
 
-def conversations_of(messages, num_given, tokenizer, end):
+def conversations_of(messages, num_given, tokenizer, suffix):
     """Yields texts of a conversation and, for each, the ranges of characters that are answers.
 
     The answers are what the assistant says, but not in the first `num_given` messages."""
     for i, message in enumerate(messages):
-        # The call of a tool has no content, but something else.
-        is_empty = message.keys() == {"role", "content"} and not message["content"].strip()
+        is_empty = not message["content"].strip() and not message.get("tool_calls")
         if is_empty and message["role"] == "assistant" and i >= num_given:
             raise LeftOut("an answer is empty")
         if found := special_tokens(tokenizer).search(message["content"]):
@@ -437,9 +457,10 @@ def conversations_of(messages, num_given, tokenizer, end):
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     text, ranges = "", []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant" and i >= max(1, num_given):
+        is_answer = message["role"] == "assistant" and message.get("weight") != 0  # 0: OpenAI
+        if is_answer and i >= max(1, num_given):  # a greeting, which is the first, answers nothing
             prompt = render(messages[:i], add_generation_prompt=True)
-            longer_text = render(messages[: i + 1]) + end
+            longer_text = render(messages[: i + 1]) + suffix
             if not longer_text.startswith(text):
                 yield text, ranges
                 ranges = []
@@ -447,6 +468,11 @@ def conversations_of(messages, num_given, tokenizer, end):
             # The prompt may end in what this answer does not have, such as <think>.
             start = len(os.path.commonprefix([prompt, text]))
             ranges.append((start, len(text)))
+            # Some templates write no system message, or one of an unknown role.
+            for given in messages[:i]:
+                is_written = given["content"].strip() in text[:start]
+                if given["role"] not in ("assistant", "tool") and not is_written:
+                    raise LeftOut(f"the chat template does not write a message of: {given['role']}")
     if not ranges:
         roles = ", ".join(message["role"] for message in messages[:3])
         raise LeftOut(f"no answer of the assistant, but messages of: {roles or 'nobody'}")
@@ -488,12 +514,11 @@ def write_rows(path, sources, columns, work, tokenizer, args):
     with pq.ParquetWriter(path, schema) as writer, tqdm(total=size, desc=path.stem, **unit) as bar:
         batches = in_processes(work, read_batches(sources, columns, bar), args.num_proc)
         for rows in cut_rows(batches, tokenizer, args, counts):
-            is_target = rows[1] != -100
-            has_target = is_target.any(axis=1)
-            counts["left out: rows that have only prompts"] += int((~has_target).sum())
+            has_target = (rows[1, :, 1:] != -100).any(axis=1)  # nothing predicts the first token
+            counts["left out: rows without a token to learn"] += int((~has_target).sum())
             rows = rows[:, has_target]
             counts["rows"] += rows.shape[1]
-            counts["targets"] += int(is_target.sum())
+            counts["targets"] += int((rows[1] != -100).sum())
             if first_row is None and rows.size:
                 first_row = rows[:, 0]
             starts = pa.array(np.arange(0, rows[0].size + 1, args.seq_length, dtype=np.int32))
@@ -506,7 +531,12 @@ def write_rows(path, sources, columns, work, tokenizer, args):
         if name.startswith("left out") and number:
             print(f"  {number:,} {name}")
     if first_row is None:
-        fail(f"{path.stem}: this does not fill a row of {args.seq_length} tokens (-s)")
+        message = f"{path.stem}: this does not fill a row of {args.seq_length} tokens (-s)"
+        if path.stem == "train":
+            fail(message)
+        print(message)
+        path.unlink()
+        return
     num_tokens = counts["rows"] * args.seq_length
     share = counts["targets"] / num_tokens
     print(f"  {counts['rows']:,} rows, {num_tokens:,} tokens, {share:.1%} of them trained on")
@@ -519,7 +549,7 @@ def in_processes(work, batches, num_proc):
         yield from map(work, batches)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each of these processes has one thread
-    with ProcessPoolExecutor(num_proc, initializer=keep, initargs=(work,)) as pool:
+    with ProcessPoolExecutor(num_proc, initializer=set_work, initargs=(work,)) as pool:
         waiting = deque()
         for batch in batches:
             waiting.append(pool.submit(do_work, batch))
@@ -529,13 +559,14 @@ def in_processes(work, batches, num_proc):
             yield waiting.popleft().result()
 
 
-def keep(work):
+def set_work(work):
     """Gives a process its tokenizer, once: to send it with each batch would be slow."""
-    do_work.work = work
+    global work_of_process
+    work_of_process = work
 
 
 def do_work(batch):
-    return do_work.work(batch)
+    return work_of_process(batch)
 
 
 def cut_rows(batches, tokenizer, args, counts):
@@ -546,26 +577,29 @@ def cut_rows(batches, tokenizer, args, counts):
     length = args.seq_length
     pad = next((t for t in (tokenizer.pad_token_id, tokenizer.eos_token_id) if t is not None), 0)
     rest = np.empty((2, 0), np.int32)
-    used = 0  # tokens of the current document, which the batch before may have begun
+    length_so_far = 0  # of the current document, which the batch before may have begun
     for tokens, ends, counts_of_batch in batches:
         counts.update(counts_of_batch)
         parts = [rest, tokens]
         if args.strategy != "pack":
             parts = [rest]
+            # The last part is of a document that goes on in the next batch, or it is empty.
             for i, part in enumerate(np.split(tokens, ends, axis=1)):
                 if args.strategy == "truncate":
-                    num_cut = max(0, used + part.shape[1] - length)
+                    num_cut = max(0, length_so_far + part.shape[1] - length)
                     counts[f"left out: tokens after the first {length} of a text"] += num_cut
-                    part = part[:, : length - used]
-                used += part.shape[1]
+                    part = part[:, : length - length_so_far]
+                length_so_far += part.shape[1]
                 parts.append(part)
                 if i < len(ends):  # the document ends here
-                    parts.append(np.tile(np.array([[pad], [-100]], np.int32), -used % length))
-                    used = 0
+                    num_padding = (-length_so_far) % length  # up to the end of the row
+                    parts.append(np.tile(np.array([[pad], [-100]], np.int32), num_padding))
+                    length_so_far = 0
         tokens = np.concatenate(parts, axis=1)
         end = tokens.shape[1] // length * length
         yield tokens[:, :end].reshape(2, -1, length)
         rest = tokens[:, end:]
+    counts["left out: tokens at the end, less than a row"] = rest.shape[1]
 
 
 def show(row, tokenizer):

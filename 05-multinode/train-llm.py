@@ -788,12 +788,14 @@ def load_files(path, column):
     """Returns the splits, by name, of a file or of all files in a folder.
 
     A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
-    theirs, as in test-00000-of-00002.parquet. All other files are training data."""
+    theirs, as in test-00000-of-00002.parquet. All other files are training data, but hidden ones
+    are ignored."""
     splits, formats, unread = {}, set(), []
     names = "|".join(HELD_OUT)
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = file.relative_to(path).parts
-        if file.is_dir() or parts[:1] == ("tokenizer",):
+        is_hidden = any(part.startswith(".") for part in parts)
+        if file.is_dir() or is_hidden or parts[:1] == ("tokenizer",):
             continue
         ending = Path(file.name.removesuffix(".gz")).suffix
         if ending not in FORMATS:
@@ -802,7 +804,8 @@ def load_files(path, column):
         formats.add(FORMATS[ending])
         split = "train"
         for part in parts:
-            match = re.match(rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}", part)
+            pattern = rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}"
+            match = re.match(pattern, part.lower())
             split = match[1] or match[3] if match else split
         splits.setdefault(split, []).append(glob.escape(str(file)))
 

@@ -167,7 +167,7 @@ def test_a_tokenizer_that_begins_texts_begins_conversations_so_too(prepare, toke
     """As Llama's does: what the model has seen at the start of each text in its pretraining."""
     begin = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     tokenizer.backend_tokenizer.post_processor = begin
-    assert prepare.end_of_answer(tokenizer) == ""
+    assert prepare.end_of_answer(tokenizer) == (END, "")
     [(text, _)] = tokens_of(prepare, tokenizer, ("instruction", "output"), "q", "a")
     assert text == f"{END}### Instruction:\nq\n\n### Response:\na{END}"
 
@@ -197,8 +197,8 @@ def test_the_calls_of_tools_keep_their_numbers(prepare, tokenizer, tmp_path):
 def test_a_template_that_does_not_end_answers(prepare, tokenizer, capsys):
     """As that of GLM-4: the end-of-text token follows each answer, and all of it is learned."""
     tokenizer.chat_template = CHATML.replace('"<|im_end|>\\n"', '""')
-    end = prepare.end_of_answer(tokenizer)
-    assert end == END
+    stop, end = prepare.end_of_answer(tokenizer)
+    assert stop == end == END
     assert f"does not end answers, so this does: {END}" in capsys.readouterr().out
     examples = tokens_of(prepare, tokenizer, ("messages",), CHAT, end=end)
     assert [trained_on for _, trained_on in examples] == [f"groß 😀{END}", f"Yes.{END}"]
@@ -221,15 +221,46 @@ def test_roles_have_many_names_and_what_is_left_out_is_counted(prepare, tokenize
         {"messages": [{"role": r, "content": c} for r, c in zip(roles, texts, strict=True)]}
         for roles, texts in zip(answers, contents, strict=True)
     ]
+    # A message that the author does not want to be learned, and an answer with another key.
+    rows.append({"messages": [*rows[0]["messages"], rows[0]["messages"][0]]})
+    rows[-1]["messages"].append({"role": "assistant", "content": "b", "weight": 0})
+    rows.append({"messages": [{"from": "user", "content": "q"}, {"role": "model", "value": ""}]})
     _, _, ends, counts = tokenized(prepare, tokenizer, ("messages",), *rows)
-    assert len(ends) == 5
+    assert len(ends) == 6
     assert counts == {
-        "documents": 9,
+        "documents": 11,
         "left out: no answer of the assistant, but messages of: user, narrator": 1,
         "left out: no answer of the assistant, but messages of: assistant, user": 1,
-        "left out: an answer is empty": 1,
+        "left out: an answer is empty": 2,
         f"left out: a message has the special token {END}": 1,
     }
+
+
+def test_a_template_that_omits_messages(prepare, tokenizer):
+    """As Mistral's, which writes the system prompt only if the last message is the user's, and
+    Qwen's, which writes no message of an unknown role: an answer without them is another one."""
+    tokenizer.chat_template = CHATML.replace(
+        "{{ ", '{%- if message.role in ("user", "assistant", "tool") -%}{{ ', 1
+    ).replace("{%- endfor -%}", "{%- endif -%}{%- endfor -%}")
+    rows = [{"messages": CHAT}, {"messages": CHAT[1:]}]
+    _, _, ends, counts = tokenized(prepare, tokenizer, ("messages",), *rows)
+    assert len(ends) == 1
+    assert counts["left out: the chat template does not write a message of: system"] == 1
+
+
+def test_a_prompt_has_no_loss_on_the_token_that_begins_it(prepare, tokenizer):
+    begin = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    columns = ("prompt", "completion")
+    assert tokens_of(prepare, tokenizer, columns, "a", "b") == [(f"{END}ab{END}", f"b{END}")]
+
+
+def test_a_conversation_is_left_out_as_a_whole(prepare, tokenizer):
+    """Also if the template refuses only its third turn, and its answers are examples each."""
+    refusal = "{%- if messages | length > 3 -%}{{ raise_exception('too long') }}{%- endif -%}"
+    tokenizer.chat_template = refusal + REASONING
+    _, _, ends, counts = tokenized(prepare, tokenizer, ("messages",), {"messages": CHAT})
+    assert (ends, counts["left out, the chat template says: too long"]) == ([], 1)
 
 
 def test_a_conversation_that_the_template_refuses_is_counted(prepare, tokenizer):
@@ -301,7 +332,7 @@ def test_alpaca_is_trained_on_its_answers(prepare, tmp_path, monkeypatch, capsys
     assert text.startswith(END.join(TEXT[:100]))
     assert "training on instruction, output; columns not used: text" in said
     assert "train: 200 documents in 1 file(s)" in said
-    assert "left out" not in said
+    assert said.count("left out") == 1  # the last row is not full
     assert f"### Response:\n⟦{TEXT[0][:9]}" in said
     text, said = main(*arguments, tmp_path / "b", "--text-column", "text")
     assert text.startswith(f"q {TEXT[0]}{END}q {TEXT[1]}")
@@ -319,6 +350,7 @@ def test_packing_loses_less_than_a_row(prepare, tmp_path, monkeypatch, capsys):
     assert whole.startswith(text)
     num_tokens = sum(len(text) + 1 for text in texts if text)
     assert f"{num_tokens // 64:,} rows" in said
+    assert f"{num_tokens % 64} left out: tokens at the end, less than a row" in said
     assert f"{texts.count('')} left out: no text" in said
 
 
@@ -382,7 +414,7 @@ def test_rows_of_alpaca_may_have_an_input_later(prepare, tmp_path, monkeypatch, 
 def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch, capsys):
     """Of all formats, whatever their names are."""
     names = ["the train.txt", "my test notes.txt", "below/a.txt", "part-00000-of-00001.txt"]
-    names += ["b.jsonl", "val/c.txt", "dev/d.txt", "e.md", ".hidden"]
+    names += ["b.jsonl", "Val/c.txt", "dev/d.txt", "e.md", ".hidden/f.txt"]
     for number, name in enumerate(names):
         path = tmp_path / "d" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -390,15 +422,13 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
         path.write_text(json.dumps({"text": text}) if name == "b.jsonl" else text)
     text, said = main(prepare, monkeypatch, capsys, tmp_path / "d", tmp_path / "a")
     assert set(text.replace(END, "")) == set("ABCDE")
-    assert "not read: .hidden, e.md\n" in said
+    assert "not read: e.md\n" in said
     assert "not read: the splits dev\n" in said
     assert "train: 5 documents in 5 file(s)" in said
     assert "⟦FFFFF" in said
     # Nothing else is there to train on.
-    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d" / "val", tmp_path / "b")
-    assert set(text.replace(END, "")) == {"F"}
-    (tmp_path / "d" / "val" / "c.txt").rename(tmp_path / "d" / "val" / "test.txt")
-    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d" / "val", tmp_path / "c")
+    (tmp_path / "d" / "Val" / "c.txt").rename(tmp_path / "d" / "Val" / "test.txt")
+    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d" / "Val", tmp_path / "c")
     assert set(text.replace(END, "")) == {"F"}
 
 
@@ -411,6 +441,7 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
         ("d.json", b'[{"text": "a"}, 4]', "after 1 documents: not an object: 4"),
         ("d.csv", b"text,b\na,b\na,b,c\n", "after 1 documents: line 3 has more or fewer values"),
         ("d.csv", b'text,b\na,b\n"a,b\n', "after 1 documents: unexpected end of data"),
+        ("d.csv", b"text,b,text\na,b,c\n", "after 0 documents: two columns have the same name"),
         ("d.txt.gz", gzip.compress(bytes(999))[:-9], "after 0 documents: Compressed file ended"),
         ("d.parquet", b"abc", "after 0 documents: Parquet file size is 3 bytes"),
     ],
@@ -431,7 +462,8 @@ def rows_of(prepare, monkeypatch, capsys, *arguments):
 
 def test_strategies(prepare, tmp_path, monkeypatch, capsys):
     """pack: joined and cut. overflow: each document begins a row. truncate: and has only one. What
-    is padding has no loss. Documents are longer than the pieces that they are tokenized in, or end
+    is padding has no loss. A row with the last token of a document alone has nothing to predict it
+    from, and is left out. Documents are longer than the pieces that they are tokenized in, or end
     with a row. Several processes make the same rows."""
     draw = random.Random(5)
     lengths = [0, 1, 62, 63, 64, 127, 25_000, 1_300_000] + [draw.randint(1, 300) for _ in range(99)]
@@ -452,6 +484,8 @@ def test_strategies(prepare, tmp_path, monkeypatch, capsys):
         "truncate": np.concatenate([padded(document[:64]) for document in ids]),
     }
     for strategy, labels in expected.items():
+        rows = labels.reshape(-1, 64)
+        labels = rows[(rows[:, 1:] != -100).any(axis=1)].flatten()
         arguments = (prepare, monkeypatch, capsys, path)
         table = rows_of(*arguments, tmp_path / strategy, "--strategy", strategy)
         assert np.array_equal(table["labels"].combine_chunks().flatten(), labels)
@@ -459,6 +493,23 @@ def test_strategies(prepare, tmp_path, monkeypatch, capsys):
         assert np.array_equal(input_ids, np.where(labels == -100, 0, labels))
     call(path, tmp_path / "two", "--strategy", "truncate", "--num-proc", 2)
     assert pyarrow.parquet.read_table(tmp_path / "two" / "train.parquet") == table
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS counts memory in other units")
+@pytest.mark.parametrize("program", ["prepare.py", "01-single-gpu/train-llm.py"])
+def test_a_large_text_takes_little_memory(program, tmp_path):
+    """A tokenizer needs 200 bytes a character and more: for 20 MB at once it took 5.3 GB."""
+    (tmp_path / "d.txt").write_text("some text, " * 9 + "\n" + "and a line of it\n" * 1_200_000)
+    command = [sys.executable, ROOT / program, "-m", "tiny", "-d", tmp_path / "d.txt", "-s", 256]
+    command += ["-o", tmp_path / "out"] if program == "prepare.py" else ["--max-steps", 1]
+    code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
+    code += "print('KiB:', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", code, *map(str, command)]
+    result = finish(subprocess.Popen(command, env=environment(), **how))
+    assert result.returncode == 0, result.err
+    assert int(result.out.split("KiB: ")[1]) < 1_500_000
 
 
 def test_a_killed_run_leaves_no_folder_that_looks_complete(tmp_path):
@@ -515,6 +566,7 @@ def test_splits_of_chats_on_the_hub(prepare, tmp_path, monkeypatch, capsys):
             (),
             "train: this does not fill a row of 1024 tokens (-s)",
         ),
+        ({"text": "a \ud83d"}, (), "a row cannot be read: UnicodeEncodeError("),
         ({"text": "a"}, ("-o", "."), "-o .: this exists already"),
     ],
 )

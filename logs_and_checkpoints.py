@@ -322,9 +322,10 @@ class RunLog:
 
     def sample(self, tokenizer, prompt, continuation):
         """Logs what the model has written after a prompt, both tokens, up to the end of a text."""
-        ends = (continuation == tokenizer.eos_token_id).nonzero()
-        prompt = tokenizer.decode(prompt)
-        continuation = tokenizer.decode(continuation[: ends[0] if len(ends) else None])
+        continuation = continuation.tolist()
+        if tokenizer.eos_token_id in continuation:
+            continuation = continuation[: continuation.index(tokenizer.eos_token_id)]
+        prompt, continuation = tokenizer.decode(prompt), tokenizer.decode(continuation)
         say(f"prompt, from text that the model was not trained on: {prompt}")
         say(f"what the model writes after it: {continuation}")
         if self.run_dir:
@@ -492,10 +493,12 @@ def save_final_model(run_dir, model, tokenizer, dtype):
         model.config.dtype = dtype  # save_pretrained has written that of the model in training
         model.config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        # prepare.py may have made another token the end of text, such as that of a turn in a chat.
-        # Generation stops at each of these tokens.
+        # Generation stops at the model's own tokens for that, and at the tokenizer's end of text:
+        # prepare.py may have made that the token which ends a turn in a chat. (A model that was
+        # given another tokenizer may name tokens that are ordinary ones.)
         ends = model.generation_config.eos_token_id
-        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        ends &= tokenizer.added_tokens_decoder.keys()
         model.generation_config.eos_token_id = sorted(ends) or None
         model.generation_config.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Turns documents and conversations into rows of tokens, on which every stage can train.
+"""Turns documents and conversations into rows of tokens, on which every stage but 06 can train.
 
 In conversations only the answers are trained on: the labels of all other tokens are -100.
 
@@ -50,7 +50,7 @@ CHAT_COLUMNS = (
 ROLES = {"human": "user", "prompter": "user"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
 # Names of splits that are not trained on. The first of these that exists is for evaluation.
-HELD_OUT = ("validation", "valid", "val", "dev", "test")
+HELD_OUT = ("validation", "valid", "val", "eval", "dev", "test")
 # Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
 PIECE_LENGTH = 10_000
 # A chat template is a program that turns the messages of a conversation into a text. This one is
@@ -73,6 +73,7 @@ def main(args):
     if out.exists():
         fail(f"-o {out}: this exists already")
     tokenizer = load_tokenizer(args.model_name)
+    args.seq_length = args.seq_length or min(1024, tokenizer.model_max_length)
     splits = load_splits(args.dataset_name, args.dataset_subset)
     first = next(chain.from_iterable(map(read_rows, splits["train"])), {})
     columns = choose_columns(list(first), args.text_column)
@@ -108,7 +109,7 @@ def load_tokenizer(name):
         return transformers.AutoTokenizer.from_pretrained(name)
     tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    return transformers.GPT2Tokenizer(vocabulary, merges=[])
+    return transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
 
 
 # Reading. A source is a file, or a data set whose items are dicts.
@@ -150,19 +151,20 @@ def find_files(path):
     folders are ignored."""
     splits, unread = {}, []
     names = "|".join(HELD_OUT)
+    pattern = rf"({names})(?=\.|$)|(train|{names})\w*(?=-\d{{5}}-of-\d{{5}})"
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = file.relative_to(path).parts
         is_hidden = any(part.startswith(".") for part in parts)
-        if file.is_dir() or is_hidden:
+        is_folder = file.is_dir() and not file.is_symlink()  # `rglob` does not follow links
+        if is_folder or is_hidden:
             continue
         if ending_of(file) not in READERS:
             unread.append(file.name)
             continue
         split = "train"
         for part in parts:
-            pattern = rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}"
-            match = re.match(pattern, part.lower())
-            split = match[1] or match[3] if match else split
+            if match := re.match(pattern, part.lower()):
+                split = match[0]
         splits.setdefault(split, []).append(file)
 
     if not splits:
@@ -170,7 +172,7 @@ def find_files(path):
     if unread:
         print(f"not read: {', '.join(unread)}")
     if splits.keys() <= set(HELD_OUT):  # there is nothing else to train on
-        return {"train": sum(splits.values(), [])}
+        return {"train": [file for files in splits.values() for file in files]}
     return splits
 
 
@@ -623,7 +625,8 @@ def parse_args():
     add("-m", "--model-name", required=True, help="whose tokenizer: tiny, a hub id, or a folder")
     add("-d", "--dataset-name", required=True, help="a hub id, a file, or a folder")
     add("-o", "--out", required=True, help="folder for the rows, a new one")
-    add("-s", "--seq-length", type=int, default=1024, help="tokens of a row, default: 1024")
+    length_help = "tokens of a row, default: 1024, or the model's limit"
+    add("-s", "--seq-length", type=int, help=length_help)
     add("--dataset-subset", help="the configuration of a data set on the hub")
     add("--text-column", help="train on this column, default: found by the names of the columns")
     strategy_help = "join documents, give long ones several rows, or cut them; default: pack"

@@ -81,7 +81,7 @@ FORMATS = {
     ".parquet": "parquet",
 }
 # Names of splits that are not trained on. The first of these that exists is for evaluation.
-HELD_OUT = ("validation", "valid", "val", "dev", "test")
+HELD_OUT = ("validation", "valid", "val", "eval", "dev", "test")
 # Columns of conversations, which prepare.py turns into rows of tokens.
 CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
 # Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
@@ -760,7 +760,7 @@ def load_data(args, config, tokenizer):
         tokens = np.random.default_rng(0).integers(config.vocab_size, size=(4096, seq_length))
         splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
     elif Path(args.dataset_name).exists():
-        splits = load_files(Path(args.dataset_name), args.text_column or "text")
+        splits = load_files(Path(args.dataset_name))
     else:
         splits = datasets.load_dataset(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
@@ -784,7 +784,7 @@ def load_data(args, config, tokenizer):
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
-def load_files(path, column):
+def load_files(path):
     """Returns the splits, by name, of a file or of all files in a folder.
 
     A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
@@ -792,10 +792,12 @@ def load_files(path, column):
     are ignored."""
     splits, formats, unread = {}, set(), []
     names = "|".join(HELD_OUT)
+    pattern = rf"({names})(?=\.|$)|(train|{names})\w*(?=-\d{{5}}-of-\d{{5}})"
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = file.relative_to(path).parts
         is_hidden = any(part.startswith(".") for part in parts)
-        if file.is_dir() or is_hidden or parts[:1] == ("tokenizer",):
+        is_folder = file.is_dir() and not file.is_symlink()  # `rglob` does not follow links
+        if is_folder or is_hidden or parts[:1] == ("tokenizer",):
             continue
         ending = Path(file.name.removesuffix(".gz")).suffix
         if ending not in FORMATS:
@@ -804,9 +806,8 @@ def load_files(path, column):
         formats.add(FORMATS[ending])
         split = "train"
         for part in parts:
-            pattern = rf"({names})(\.|$)|((train|{names})\w*)-\d{{5}}-of-\d{{5}}"
-            match = re.match(pattern, part.lower())
-            split = match[1] or match[3] if match else split
+            if match := re.match(pattern, part.lower()):
+                split = match[0]
         splits.setdefault(split, []).append(glob.escape(str(file)))
 
     if len(formats) != 1:
@@ -815,11 +816,15 @@ def load_files(path, column):
     if unread:
         say(f"--dataset-name {path}: not read: {', '.join(unread)}")
     if splits.keys() <= set(HELD_OUT):  # there is nothing else to train on
-        splits = {"train": sum(splits.values(), [])}
+        splits = {"train": [file for files in splits.values() for file in files]}
     [name] = formats
-    # Without these a document is a line, and in a .csv 007 is a number and None a missing value.
-    as_text = {"converters": {column: str}, "keep_default_na": False}
-    options = {"text": {"sample_by": "document"}, "csv": as_text}
+    as_text = dict.fromkeys(range(1000), str)  # for so many columns
+    options = {
+        # By default a document is a line.
+        "text": {"sample_by": "document", "encoding": "utf-8-sig"},
+        # By default 007 is a number, None a missing value, and the first column may be an index.
+        "csv": {"converters": as_text, "keep_default_na": False, "index_col": False},
+    }
     return {
         split: datasets.load_dataset(name, data_files=files, split="train", **options.get(name, {}))
         for split, files in splits.items()
@@ -833,6 +838,8 @@ def choose_column(args, names):
     if CHAT_COLUMNS & set(names):
         command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
         command += ["-d", args.dataset_name, "-o", "prepared"]
+        if args.dataset_subset:
+            command += ["--dataset-subset", args.dataset_subset]
         if args.seq_length:
             command += ["-s", str(args.seq_length)]
         advice = f"; to train on answers: {shlex.join(command)}, and then -d prepared"
@@ -866,8 +873,8 @@ def pack(documents, column, tokenizer, seq_length):
             partial(join_and_cut, documents[column], tokenizer, seq_length),
             features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
         )
-    except ValueError as error:
-        fail(f"--seq-length {seq_length}: the texts do not fill a sequence ({error})")
+    except ValueError:  # there is none
+        fail(f"--seq-length {seq_length}: the texts of a split do not fill a sequence")
     return sequences.with_format("torch")
 
 

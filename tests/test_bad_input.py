@@ -36,7 +36,7 @@ OURS = {
     "-m gpt2-of-64 -s 128": "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens",
     "--global-batch-size 5000": "--global-batch-size 5000: python-docs has only ",
     "--eval-sequences 0": "--eval-sequences 0: must be above 0",
-    "-d short.txt": "--seq-length 256: the texts do not fill a sequence",
+    "-d short.txt": "--seq-length 256: the texts of a split do not fill a sequence",
     "-d empty": "--dataset-name empty: one format of .txt, .json, .jsonl, .csv, .parquet is ",
     "-d mixed": "--dataset-name mixed: one format of .txt, .json, .jsonl, .csv, .parquet is ",
     "-d script.py": "--dataset-name script.py: one format of .txt, .json, .jsonl, .csv, .parquet",

@@ -1,5 +1,6 @@
 """Real models and data, as a practitioner has them: folders, hub ids, formats, precisions."""
 
+import copy
 import json
 import math
 import os
@@ -234,10 +235,13 @@ def test_final_model_in_a_pipeline(tmp_path):
 def test_the_export_keeps_the_generation_config(pretrained, tmp_path):
     folder = shutil.copytree(pretrained("llama"), tmp_path / "m")
     path = folder / "generation_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 5]}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [0, 257]}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.save_pretrained(folder)
     run("01-single-gpu", 1, "-m", folder, "-e", "a", "--save-dir", tmp_path, *FEW)
     kept = json.loads((tmp_path / "a" / "final_model" / "generation_config.json").read_text())
-    assert kept["eos_token_id"] == [0, 5]
+    assert kept["eos_token_id"] == [0, 257]
 
 
 def test_an_evaluation_without_targets_costs_no_checkpoint(tmp_path):
@@ -321,7 +325,7 @@ def test_all_files_of_a_folder_are_read(stage_01, tmp_path):
     """Whatever their names are, and also in folders below. Only a file or folder that is called
     test or validation, or as the hub calls files of a split, is held out."""
     names = ["the train.txt", "my test notes.txt", "below/a.txt", "test/b.txt", "c[1].txt"]
-    names += ["validation-00000-of-00001.txt"]
+    names += ["validation-00000-of-00001.txt", ".hidden/d.txt"]
     for number, name in enumerate(names):
         path = tmp_path / "d" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -343,10 +347,27 @@ def test_a_tokenizer_without_eos_joins_documents_bare(stage_01):
 def test_values_of_csv_are_those_of_the_file(stage_01, tmp_path):
     """`datasets` takes them for numbers, truth values and missing values."""
     texts = ["007", "8", "TRUE", "2021-05-03", "None", "NA", "0.50", 'a "b"\nc, d'] * 40
-    pandas.DataFrame({"id": 1, "text": texts}).to_csv(tmp_path / "d.csv", index=False)
+    # In the last rows the other columns have values of other types.
+    ids = [*range(20_000), *[""] * len(texts), "A1"]
+    texts = ["x"] * 20_000 + texts + [""]
+    pandas.DataFrame({"id": ids, "text": texts}).to_csv(tmp_path / "d.csv", index=False)
     train, held_out = read(stage_01, tmp_path / "d.csv")
     rows = [row["input_ids"].tolist() for part in (train, held_out) for row in part]
-    assert rows == packed(texts, 64)
+    assert rows == packed(texts[:-1], 64)
+
+
+def test_csv_with_a_comma_at_the_end_of_rows(stage_01, tmp_path):
+    """pandas takes the first column for an index then, and the second for the first."""
+    (tmp_path / "d.csv").write_text("text,n\n" + "hello,1,\n" * 99)
+    train, _ = read(stage_01, tmp_path / "d.csv")
+    assert train[0]["input_ids"].tolist() == packed(["hello"] * 99, 64)[0]
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_a_text(stage_01, tmp_path):
+    """Windows writes one (BOM) in front of UTF-8."""
+    (tmp_path / "d.txt").write_text("some text " * 999, encoding="utf-8-sig")
+    train, _ = read(stage_01, tmp_path / "d.txt")
+    assert train[0]["input_ids"].tolist() == packed(["some text " * 999], 64)[0]
 
 
 def test_packing_loses_less_than_a_sequence(stage_01, tmp_path):
@@ -359,7 +380,7 @@ def test_packing_loses_less_than_a_sequence(stage_01, tmp_path):
     assert rows == packed(texts, 64)
 
 
-@pytest.mark.parametrize("name", ["valid", "validation", "val", "dev", "test"])
+@pytest.mark.parametrize("name", ["valid", "validation", "val", "eval", "Dev", "test"])
 def test_names_of_what_is_held_out(name, stage_01, tmp_path, capsys):
     """Without other data, it is trained on. Other splits are named."""
     (tmp_path / "d" / name).mkdir(parents=True)
@@ -370,7 +391,7 @@ def test_names_of_what_is_held_out(name, stage_01, tmp_path, capsys):
     assert held_out[0]["input_ids"].tolist() == train[0]["input_ids"].tolist()
     (tmp_path / "d" / "validation.txt").write_text("C" * 999)
     read(stage_01, tmp_path / "d")
-    said = f"--dataset-name {tmp_path / 'd'}: not read: {name}\n"
+    said = f"--dataset-name {tmp_path / 'd'}: not read: {name.lower()}\n"
     assert (said in capsys.readouterr().out) == (name != "validation")
 
 
@@ -516,8 +537,13 @@ def test_parameters_and_moments_are_fp32_in_bf16(stage, processes, tmp_path):
 
 @pytest.mark.slow
 def test_a_config_alone_trains_from_scratch(tmp_path):
-    CONFIGS["qwen2"].save_pretrained(tmp_path / "config")
+    """With the tokenizer of bytes: token 5, the end of text of the config, is a letter there."""
+    config = copy.deepcopy(CONFIGS["qwen2"])
+    config.eos_token_id = 5
+    config.save_pretrained(tmp_path / "config")
     named = ("-e", "a", "--save-dir", tmp_path)
     run("03-fsdp", 2, *FEW, "-m", tmp_path / "config", *named)
-    assert AutoConfig.from_pretrained(tmp_path / "a" / "final_model").model_type == "qwen2"
+    folder = tmp_path / "a" / "final_model"
+    assert AutoConfig.from_pretrained(folder).model_type == "qwen2"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0]
     assert metrics(tmp_path / "a")[1]["train/loss"] == pytest.approx(math.log(384), rel=0.05)

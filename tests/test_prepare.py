@@ -415,6 +415,9 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
     """Of all formats, whatever their names are."""
     names = ["the train.txt", "my test notes.txt", "below/a.txt", "part-00000-of-00001.txt"]
     names += ["b.jsonl", "Val/c.txt", "dev/d.txt", "e.md", ".hidden/f.txt"]
+    (tmp_path / "real").mkdir()
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "link").symlink_to(tmp_path / "real")
     for number, name in enumerate(names):
         path = tmp_path / "d" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -422,7 +425,7 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
         path.write_text(json.dumps({"text": text}) if name == "b.jsonl" else text)
     text, said = main(prepare, monkeypatch, capsys, tmp_path / "d", tmp_path / "a")
     assert set(text.replace(END, "")) == set("ABCDE")
-    assert "not read: e.md\n" in said
+    assert "not read: e.md, link\n" in said
     assert "not read: the splits dev\n" in said
     assert "train: 5 documents in 5 file(s)" in said
     assert "⟦FFFFF" in said
@@ -564,7 +567,7 @@ def test_splits_of_chats_on_the_hub(prepare, tmp_path, monkeypatch, capsys):
         (
             {"messages": [{"role": "user", "content": "x"}]},
             (),
-            "train: this does not fill a row of 1024 tokens (-s)",
+            "train: this does not fill a row of 256 tokens (-s)",
         ),
         ({"text": "a \ud83d"}, (), "a row cannot be read: UnicodeEncodeError("),
         ({"text": "a"}, ("-o", "."), "-o .: this exists already"),

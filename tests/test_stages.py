@@ -52,6 +52,7 @@ CHANGED = {
         "main": "batches come from streams, whose positions are saved",
         "load_data": "documents that stream",
         "load_files": "the same",
+        "choose_column": "it takes no rows of tokens, such as those of prepare.py",
         "check_data": "the files are not read before the training",
         "parse_args": "a stream has no end",
     },

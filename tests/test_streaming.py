@@ -225,6 +225,7 @@ BAD = {
     "no text": (("-d", "numbers.jsonl"), "no column is called text: choose one of number"),
     "no texts": (("-d", "numbers.jsonl", "--text-column", "number"), "it was read as Value"),
     "one document": (("-d", "one.txt"), "one.txt: too few documents to evaluate on; cut a text"),
+    "empty texts": (("-d", "empty.jsonl"), "empty.jsonl: 8 streams need more documents; cut"),
     "few documents": (("-d", "few.jsonl"), "few.jsonl: 8 streams need more documents; cut"),
 }
 
@@ -239,6 +240,8 @@ def test_bad_input(case, tmp_path):
     rows = [json.dumps({"text": f"document {i} " * 20}) for i in range(40)]
     held_out = [row for row in rows if zlib.crc32(json.loads(row)["text"].encode()) % 20 == 0]
     (tmp_path / "few.jsonl").write_text("\n".join(held_out + rows[:3]) + "\n")
+    empty = [json.dumps({"text": ""})] * 99
+    (tmp_path / "empty.jsonl").write_text("\n".join(held_out + rows[:3] + empty) + "\n")
     result = stream(
         1, tmp_path, "-d", tmp_path / flags[1], *flags[2:], "--max-steps", 3, check=False
     )
@@ -277,7 +280,7 @@ stage = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/{name}", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{path}", streaming=True, split="train")
 args = SimpleNamespace(global_batch_size=1, seq_length=256, text_column="text")
-stage.Streams.tokenize = lambda self, text: [[*range(256)]]
+stage.tokenize = lambda texts, tokenizer: [[*range(256)]]
 streams = stage.Streams(data, None, args, 384, None)
 for _ in range({count}):
     streams.next_batch()

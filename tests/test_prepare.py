@@ -445,7 +445,7 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
         ("d.csv", b"text,b\na,b\na,b,c\n", "after 1 documents: line 3 has more or fewer values"),
         ("d.csv", b'text,b\na,b\n"a,b\n', "after 1 documents: unexpected end of data"),
         ("d.csv", b"text,b,text\na,b,c\n", "after 0 documents: two columns have the same name"),
-        ("d.txt.gz", gzip.compress(bytes(999))[:-9], "after 0 documents: Compressed file ended"),
+        ("d.txt.gz", gzip.compress(bytes(999), mtime=0)[:-9], "after 0 documents: Compressed file"),
         ("d.parquet", b"abc", "after 0 documents: Parquet file size is 3 bytes"),
     ],
 )

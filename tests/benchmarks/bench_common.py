@@ -55,14 +55,16 @@ def environment(**more):
 
 
 def report(name, head, rows):
-    """Prints a table and writes it to `name`.md, and to `name`.json with the machine."""
-    table = [head, ["---"] * len(head), *rows]
-    text = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in table)
-    print(f"{text}{machine()}\n", flush=True)
-    (MEASURED / f"{name}.md").write_text(text)
+    """Prints a table and writes it to `name`.md, below the command and the machine."""
+    text = table(head, rows)
     command = shlex.join(["python", "tests/benchmarks/benchmark.py", *sys.argv[1:]])
-    facts = {"command": command, "machine": machine(), "head": head, "rows": rows}
-    (MEASURED / f"{name}.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    print(f"{text}{machine()}\n", flush=True)
+    (MEASURED / f"{name}.md").write_text(f"`{command}`, {machine()}\n\n{text}")
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
 # Two nodes on one machine: network namespaces, joined by a pair of virtual interfaces.

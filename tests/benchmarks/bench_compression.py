@@ -1,7 +1,6 @@
-"""Measures stage 04: bytes, slow links, encoding, loss, memory of accumulated gradients."""
+"""Measures stage 04: bytes, slow links, loss."""
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -23,35 +22,12 @@ from bench_common import (
     two_nodes,
     write_model,
 )
-from canvas import WIDTH, Canvas
 from conftest import load, metrics
 
 
 def silent(module, _):
     """Gradients stay at home: what else a run sends."""
     module.ReplicaAverage.__call__ = lambda self, owner, gradient: None
-
-
-def idiom(module, _):
-    """Accumulates as FSDP does on its own: unsharded gradients, until the last micro-batch.
-
-    `set_requires_gradient_sync(False)` keeps the gradients of all parameters on each rank. The hook
-    is called in the last micro-batch only, so it has nothing to add up."""
-
-    class Synchronizing(module.ReplicaAverage):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if name == "is_last" and hasattr(self, "model"):
-                self.model.set_requires_gradient_sync(value)
-
-    def shard(block, **options):
-        result = module_fully_shard(block, **options)
-        Synchronizing.model = result  # the last one is the root
-        return result
-
-    module_fully_shard = module.fully_shard
-    module.fully_shard = shard
-    module.ReplicaAverage = Synchronizing
 
 
 def power_sgd(module, value):
@@ -95,7 +71,7 @@ def fp16_hook(module, _):
     module.DistributedDataParallel = wrapped
 
 
-PATCHES = {"silent": silent, "idiom": idiom, "powersgd": power_sgd, "fp16": fp16_hook}
+PATCHES = {"silent": silent, "powersgd": power_sgd, "fp16": fp16_hook}
 
 
 def small_steps(folder, steps):
@@ -219,26 +195,6 @@ MODES = {
     "dct": ("dct", 2, 1),
     "PowerSGD, rank 16, warm-up": (None, 1, 1),
 }
-# Their lines were measured with the stage as it was at commit 18c057d, which had these modes.
-TRIED = (
-    "bf16",
-    "int4",
-    "int8, feedback",
-    "randk, half in int8",
-    "randk, half in int4",
-    "randk, quarter in int4",
-    "randk, half in int4, feedback 0.5",
-    "drawn for each chunk, half in int8",
-    "the same places in all chunks, half in int8",
-    "largest half in int8",
-    "largest half in int8, feedback 0.5",
-    "largest half in int4",
-    "largest quarter in int8",
-    "dct, all in int4",
-    "dct, half in int8",
-    "dct, largest half in int8",
-    "dct, largest half in int8, warm-up, feedback 0.5",
-)
 
 
 def loss():
@@ -286,119 +242,23 @@ def train(mode, seed, lr):
 
 
 def tabulate():
-    """The tables and the plot of what `loss` measured so far."""
+    """The tables of what `loss` measured so far."""
     lines = [json.loads(line) for line in (MEASURED / "loss.jsonl").read_text().splitlines()]
     lines.sort(key=lambda line: line["seed"])
     dense = {(x["seed"], x["lr"]): x["loss"] for x in lines if x["mode"] == "dense"}
     all_bytes = next(x["bytes"] for x in lines if x["mode"] == "dense" and "bytes" in x)
-    for line in lines:
-        line["ratio"] = line["ratio"] or all_bytes / line["bytes"]
     sweep = [[f"{lr:g}", f"{dense[0, lr]:.3f}"] for lr in SWEEP]
     report("learning-rate", ["learning rate", "final evaluation loss of dense, seed 0"], sweep)
-    points = []
-    for name, modes in (("loss", MODES), ("loss-tried", TRIED)):
-        rows = []
-        for mode in modes:
-            row = [mode, ""]
-            for lr in (LR, HIGH_LR):
-                runs = [x for x in lines if x["mode"] == mode and x["lr"] == lr]
-                above = [100 * (x["loss"] / dense[x["seed"], lr] - 1) for x in runs]
-                row.append(", ".join(f"{x['loss']:.3f}" for x in runs))
-                row.append(f"{statistics.mean(above):+.1f} %" if runs else "")
-                row[1] = f"1/{runs[0]['ratio']:.2f}" if runs else row[1]
-                if runs and lr == LR:
-                    points.append((4 / runs[0]["ratio"], statistics.mean(above), mode, len(runs)))
-            rows.append(row)
-        head = ["mode", "bytes", f"final loss at {LR:g}, by seed", "above dense"]
-        report(name, [*head, f"at {HIGH_LR:g}", "above dense"], rows)
-    draw_loss(points)
-
-
-# The place of a label of the picture, seen from its point: pixels to the right and down, and which
-# end of the text is there. Where nothing is said, it is to the right of its point.
-LABELS = {
-    "dense": (0, -12, "middle"),
-    "bf16": (0, -12, "middle"),
-    "int4": (-11, 4, "end"),
-    "randk, half in int8": (-11, 4, "end"),
-    "randk, half in int4": (-11, 7, "end"),
-    "randk, half in int4, feedback 0.5": (0, -12, "middle"),
-    "dct, all in int4": (11, -6, "start"),
-    "dct, largest half in int8": (11, 4, "start"),
-    "largest half in int8": (11, 9, "start"),
-    "int8": (11, 10, "start"),
-    "int8, feedback": (11, -2, "start"),
-    "dct, half in int8": (34, -44, "start"),
-    "dct": (11, 4, "start"),
-    "the same places in all chunks, half in int8": (34, -64, "start"),
-    "largest half in int4": (-11, 4, "end"),
-    "drawn for each chunk, half in int8": (-11, 4, "end"),
-    "PowerSGD, rank 16, warm-up": (14, 21, "end"),
-}
-# What the colors stand for: a mode has that of the first word that its name begins with.
-FAMILIES = {
-    "dct": ("rank3", "frequencies (dct)"),
-    "largest": ("rank1", "the largest values"),
-    "randk": ("rank2", "values at random places"),
-    "drawn": ("rank2", ""),
-    "the same": ("rank2", ""),
-    "PowerSGD": ("muted", "PowerSGD, matrices of low rank"),
-    "": ("rank0", "all values, in fewer bits"),
-}
-
-
-def draw_loss(points):
-    """The final loss against the bytes. `points` are (bytes, % above dense, mode, runs)."""
-    left, right, top, bottom = 52, WIDTH - 12, 44, 560
-    highest = max(above for _, above, _, _ in points) + 0.6
-    lowest = min(above for _, above, _, _ in points) - 0.6
-    per_octave = (right - left) / math.log2(4.8 / 0.11)
-    per_percent = (bottom - top) / (highest - lowest)
-
-    def place(size, above):
-        return left + per_octave * math.log2(size / 0.11), bottom - per_percent * (above - lowest)
-
-    canvas = Canvas(612, label="Final loss of each way to compress, against the bytes it sends")
-    canvas.text(0, 16, "Final loss above that of dense, in %", "text title")
-    conditions = f"5.3 M parameters, 600 steps, 4 replicas, learning rate {LR:g}"
-    canvas.text(right, 16, conditions, "muted", "end")
-    for percent in range(0, math.floor(highest) + 1, 2):
-        _, y = place(1, percent)
-        canvas.line(left, y, right, y, "line" if percent == 0 else "idle")
-        canvas.text(left - 10, y + 4, f"{percent:+d} %" if percent else "0 %", "muted", "end")
-    for size in (4, 2, 1, 1 / 2, 1 / 4, 1 / 8):
-        x, _ = place(size, 0)
-        canvas.line(x, bottom, x, bottom + 5)
-        number = f"{size:g}" if size >= 1 else f"1/{1 / size:g}"
-        canvas.text(x, bottom + 20, number, "muted", "middle")
-    canvas.line(left, bottom, right, bottom)
-    title = "bytes for the gradient of one parameter (logarithmic)"
-    canvas.text((left + right) / 2, bottom + 44, title, "text", "middle")
-
-    for size, above, mode, runs in points:
-        x, y = place(size, above)
-        color = next(color for start, (color, _) in FAMILIES.items() if mode.startswith(start))
-        dx, dy, anchor = LABELS.get(mode, (11, 4, "start"))
-        if math.hypot(dx, dy) > 30:
-            canvas.line(x, y, x + dx - 4, y + dy - 4)
-        point(canvas, x, y, color, filled=runs > 1)
-        canvas.text(x + dx, y + dy, mode, "text small", anchor)
-
-    x, y = 480, top + 34
-    for color, family in reversed(FAMILIES.values()):
-        if family:
-            point(canvas, x, y, color, filled=True)
-            canvas.text(x + 14, y + 4.5, family)
-            y += 24
-    for filled, meaning in ((True, "mean of two seeds"), (False, "one seed")):
-        point(canvas, x, y, "text", filled)
-        canvas.text(x + 14, y + 4.5, meaning)
-        y += 24
-    canvas.save(MEASURED / "loss.svg")
-
-
-def point(canvas, x, y, color, filled):
-    if filled:
-        canvas.box(x - 5, y - 5, 10, 10, color, radius=5)
-    else:
-        canvas.box(x - 4.3, y - 4.3, 8.6, 8.6, color, outline=True, radius=4.3)
+    rows = []
+    for mode in MODES:
+        row = [mode, ""]
+        for lr in (LR, HIGH_LR):
+            runs = [x for x in lines if x["mode"] == mode and x["lr"] == lr]
+            above = [100 * (x["loss"] / dense[x["seed"], lr] - 1) for x in runs]
+            row.append(", ".join(f"{x['loss']:.3f}" for x in runs))
+            row.append(f"{statistics.mean(above):+.1f} %" if runs else "")
+            if runs:
+                row[1] = f"1/{runs[0]['ratio'] or all_bytes / runs[0]['bytes']:.2f}"
+        rows.append(row)
+    head = ["mode", "bytes", f"final loss at {LR:g}, by seed", "above dense"]
+    report("loss", [*head, f"at {HIGH_LR:g}", "above dense"], rows)

@@ -14,10 +14,8 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import datasets
 import nodes
 import psutil
-import scale
 import torch
 import transformers
 from bench_common import (
@@ -35,7 +33,7 @@ from bench_common import (
     torchrun,
     write_model,
 )
-from conftest import ROOT, load, metrics
+from conftest import ROOT, metrics
 
 ROUNDS = 5
 THREADS = str(os.cpu_count())
@@ -259,22 +257,6 @@ def streaming():
     report("streaming-cuda" if GPU else "streaming", head, rows)
 
 
-def world_of_one():
-    """The code of DDP and FSDP with nobody to talk to, against stage 01."""
-    name = next(iter(MODELS)) if GPU else "Llama, 25 M"
-    with tempfile.TemporaryDirectory() as folder:
-        how = setting(folder, name)
-        contenders = {
-            "stage 01": lambda: run_stage(how, STAGE_01, 1),
-            "stage 02": lambda: run_stage(how, STAGE_02, 1),
-            "stage 03": lambda: run_stage(how, STAGE_03, 1),
-        }
-        results = in_turn(contenders)
-    rows = [[x, rate(results, x), *ratios(results, x, "stage 01")] for x in contenders]
-    head = [f"{name}, one process", "tokens/s", f"against stage 01, median of {ROUNDS}", "range"]
-    report("world-of-one-cuda" if GPU else "world-of-one", head, rows)
-
-
 def memory():
     """State of a rank (parameters, gradients, Adam's moments) in stages 02 and 03."""
     rows = []
@@ -341,26 +323,6 @@ def run_and_count(how, stage, patch, *more, processes=2, **variables):
         return list(metrics(Path(folder, "run")).values()), received / processes
 
 
-def replica_memory():
-    """Peak memory of a step of 4 micro-batches, as stage 04 accumulates and as FSDP would."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "warm": 1, "steps": 3}
-        for shard_size in (1, 2):
-            row = [shard_size]
-            for micro_batches in (1, 4):
-                how["global_batch_size"] = 8 * micro_batches
-                flags = ["--shard-size", shard_size, "--compression", "none"]
-                for patch in ("peaks", "peaks=,idiom="):
-                    lines, _ = run_and_count(how, STAGE_04, patch, *flags, processes=4, **TRIM)
-                    row.append(f"{1000 * lines[2]['memory/peak_allocated_gb']:.0f}")
-                    print(shard_size, micro_batches, patch, row[-1], flush=True)
-            rows.append(row)
-    head = ["--shard-size, of 4 processes", "1 micro-batch: stage 04, MB", "FSDP's own way, MB"]
-    head += ["4 micro-batches: stage 04, MB", "FSDP's own way, MB"]
-    report("replica-memory", head, rows)
-
-
 def tensor():
     """Stage 07 on 4 processes, split in three ways. The tokens of a step are the same.
 
@@ -382,7 +344,7 @@ def tensor():
             row = [f"{4 // tensor_size}, {tensor_size}", f"{1000 * tokens / ms:,.0f}"]
             row.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
             row.append(f"{(sent_by_7 - sent_by_3) / 4e6:.1f}")
-            for count in sent_by_formula(config, 4, tensor_size, how["batch_size"], how):
+            for count in sent_by_tensor(config, 4, tensor_size, how["batch_size"], how):
                 row.append(f"{count / 1e6:.1f}")
             rows.append(row)
             print(row, flush=True)
@@ -391,32 +353,7 @@ def tensor():
     report("tensor", head, rows)
 
 
-def tensor_memory():
-    """Peak memory of a step of stage 07, one tensor group of 1, 2 and 4 ranks, against the formula.
-
-    All work on the same micro-batch. What is in memory before the step, the state among it, is
-    taken off, but for the gradients, which are freed when the step begins."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        how = setting(folder, "Llama, 25 M") | {"batch_size": 4, "global_batch_size": 4}
-        how |= {"seq_length": 512, "steps": 3, "warm": 1}
-        config = transformers.AutoConfig.from_pretrained(how["model"])
-        for size in (1, 2, 4):
-            more = ("--tensor-size", str(size))
-            lines, _ = run_and_count(how, STAGE_07, "peaks", *more, processes=size, **TRIM)
-            gradients = lines[2]["memory/state_gb"] / 4
-            before = lines[1]["memory/current_allocated_gb"] - gradients
-            measured = lines[2]["memory/peak_allocated_gb"] - before
-            tokens = how["batch_size"] * how["seq_length"]
-            kept = tokens * config.num_hidden_layers * scale.activation_bytes(config, 4, size)
-            row = [size, f"{1000 * lines[2]['memory/state_gb']:.0f}", f"{kept / 1e6:.0f}"]
-            rows.append([*row, f"{1000 * measured:.0f}"])
-            print(rows[-1], flush=True)
-    head = ["ranks in the group", "state of a rank, MB", "activations by the formula, MB"]
-    report("tensor-memory", head + ["peak of a step above the state, MB"], rows)
-
-
-def sent_by_formula(config, processes, tensor_size, batch_size, how):
+def sent_by_tensor(config, processes, tensor_size, batch_size, how):
     """Bytes that a rank sends in a step of one micro-batch, fp32: by FSDP, and by the layers.
 
     Gloo carries a reduce-scatter out as an all-reduce, which sends twice as much."""
@@ -436,6 +373,52 @@ def sent_by_formula(config, processes, tensor_size, batch_size, how):
     all_reduces = 2 * (3 * tokens + (2 * layers + 1) * hidden)  # of the loss, of norms
     share = (tensor_size - 1) / tensor_size
     return by_fsdp, 4 * share * (all_gathers + reduce_scatters + all_reduces)
+
+
+def pipeline():
+    """Stage 08 on 4 processes: one pipeline stage, two and four. The tokens of a step are the same.
+
+    What 7 steps send more than 3 is for 4 steps."""
+    rows, losses = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M") | {"global_batch_size": 16, "warm": 1}
+        config = transformers.AutoConfig.from_pretrained(how["model"])
+        for num_stages in (1, 2, 4):
+            how["batch_size"] = 2
+            more = ("--stages", str(num_stages))
+            _, sent_by_3 = run_and_count(how | {"steps": 3}, STAGE_08, None, *more, processes=4)
+            lines, sent_by_7 = run_and_count(how | {"steps": 7}, STAGE_08, None, *more, processes=4)
+            losses.append({line["step"]: line["train/loss"] for line in lines})
+            must_agree({"losses": losses[0]}, list(losses[-1].values()))
+            row = [f"{num_stages}, {4 // num_stages}"]
+            row.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
+            row.append(f"{(sent_by_7 - sent_by_3) / 4e6:.1f}")
+            for count in sent_by_pipeline(config, 4, num_stages, how):
+                row.append(f"{count / 1e6:.1f}")
+            rows.append(row)
+            print(row, flush=True)
+    head = ["(pipeline stage, shard), 25.3 M parameters", "state of the largest rank, MB"]
+    head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB"]
+    head.append("between pipeline stages, MB")
+    report("pipeline", head, rows)
+
+
+def sent_by_pipeline(config, processes, num_stages, how):
+    """Bytes that a rank sends in a step on average, fp32: by FSDP, and to other pipeline stages."""
+    pipelines = processes // num_stages
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    in_blocks = sum(p.numel() for p in model.model.layers.parameters())
+    outside = model.num_parameters() - in_blocks
+    micro_batches = how["global_batch_size"] // pipelines // how["batch_size"]
+    # In each micro-batch: all-gathers of blocks in the forward and in the backward pass, and a
+    # reduce-scatter. What is outside of the blocks stays gathered from forward to backward.
+    gathered_and_reduced = micro_batches * ((2 + 2) * in_blocks + (1 + 2) * outside)
+    by_fsdp = 4 * (pipelines - 1) / pipelines * gathered_and_reduced / num_stages
+    tokens = how["batch_size"] * how["seq_length"]
+    boundaries = (num_stages - 1) / num_stages
+    between_stages = 2 * boundaries * micro_batches * 4 * tokens * config.hidden_size
+    return by_fsdp, between_stages
 
 
 def peaks(module, _):
@@ -550,68 +533,6 @@ def start():
     rows[0] += [f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"]
     head = ["start to the end of the first step, s", "imports and loading alone, s"]
     report("start", [*head, f"ratio, median of {ROUNDS}", "range"], rows)
-
-
-def timers():
-    """What the timers and the log cost of a step, added up within the run."""
-    rows = []
-    for name in MODELS:
-        with tempfile.TemporaryDirectory() as folder:
-            how = setting(folder, name)
-            flags = [*flags_of(how, "run", folder), "--log-freq", 10, "--max-steps", 40]
-            flags = flags if name.startswith("tiny") or GPU else [*flags, "--max-steps", 20]
-            command = torchrun(["--standalone"], STAGE_01, "clocked", flags)
-            threads = environment(OMP_NUM_THREADS=THREADS)
-            run = subprocess.run(command, env=threads, capture_output=True, text=True, check=True)
-        line = [x for x in run.stdout.splitlines() if x.startswith("clocked ")][0]
-        timers, log, total = map(float, line.split()[1:])
-        rows.append([name, f"{total:,.1f}", f"{timers:.3f}", f"{100 * timers / total:.3f} %"])
-        rows[-1] += [f"{log:.3f}", f"{100 * log / total:.2f} %"]
-    head = ["model", "step, ms", "timers, ms", "of a step"]
-    head += ["log lines, files and TensorBoard, ms", "of a step"]
-    report("timers-cuda" if GPU else "timers", head, rows)
-
-
-def clocked(module, _):
-    """Adds up the time within the timers, and within all that writes the log."""
-    spent = {"timers": 0.0, "log": 0.0, "steps": 0}
-    log, began = module.RunLog, []
-
-    def wrap(name, book):
-        inner = getattr(log, name)
-
-        def timed(*values):
-            before = time.perf_counter()
-            result = inner(*values)
-            spent[book] += time.perf_counter() - before
-            return result
-
-        setattr(log, name, timed)
-
-    for name, book in (("lap", "timers"), ("pop_times", "timers"), ("step", "log")):
-        wrap(name, book)
-    memory_gb, close, step = module.memory_gb, log.close, log.step
-
-    def timed_memory(*values):
-        before = time.perf_counter()
-        result = memory_gb(*values)
-        spent["log"] += time.perf_counter() - before
-        return result
-
-    def count(self, number, numbers):
-        began.append(time.perf_counter())
-        if len(began) == 2:  # the first step warms up
-            spent.update(timers=0.0, log=0.0)
-        step(self, number, numbers)
-
-    def say(self):
-        close(self)
-        steps = len(began) - 2
-        total = (began[-1] - began[1]) / steps
-        times = [1000 * x / steps for x in (spent["timers"], spent["log"])]
-        print("clocked", *times, 1000 * total, flush=True)
-
-    module.memory_gb, log.step, log.close = timed_memory, count, say
 
 
 def checkpoint():
@@ -735,149 +656,7 @@ def recover(count, last_call):
         return [*parts, repeated, seen["new"] - killed]
 
 
-def profile(stage):
-    """A trace of three steps for ui.perfetto.dev, and the dearest operations."""
-    with tempfile.TemporaryDirectory() as folder:
-        how = setting(folder, "Llama, 25 M" if not GPU else next(iter(MODELS)))
-        flags = [*flags_of(how, "run", folder), "--max-steps", "7", "--log-freq", "7"]
-        processes = 1 if stage == STAGE_01 or GPU else 2
-        command = torchrun(["--standalone", "--nproc-per-node", processes], stage, "traced", flags)
-        subprocess.run(command, env=environment(), check=True)
-
-
-def traced(module, _):
-    """Steps 5 to 7 under torch.profiler, rank 0's."""
-    from torch.profiler import ProfilerActivity, profile, schedule
-
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * GPU
-    trace = profile(activities=kinds, schedule=schedule(wait=3, warmup=1, active=3))
-    step, close = module.RunLog.step, module.RunLog.close
-
-    def traced_step(self, number, numbers):
-        step(self, number, numbers)
-        trace.step()
-
-    def export(self):
-        trace.stop()
-        if int(os.environ["RANK"]) == 0:
-            stage = Path(sys.argv[0]).parent.name
-            path = ROOT / "outputs" / f"profile-{stage}.json"
-            trace.export_chrome_trace(str(path))
-            key = "self_cuda_time_total" if GPU else "self_cpu_time_total"
-            print(trace.key_averages().table(sort_by=key, row_limit=20))
-            print(path)
-        close(self)
-
-    module.RunLog.step, module.RunLog.close = traced_step, export
-    trace.start()
-
-
 # What was tried: patches and flags on stage 01 or 03, against the stage as it is.
 
 
-def unfused(module, _):
-    """AdamW as PyTorch chooses on its own."""
-    adamw = module.torch.optim.AdamW
-
-    def plain(*values, fused, **named):
-        return adamw(*values, **named)
-
-    module.torch.optim.AdamW = plain
-
-
-def masked(module, _):
-    """A causal mask built out, (1, 1, T, T), in the place of is_causal."""
-
-    def loss_sum(model, input_ids, targets, cross_entropy):
-        length = input_ids.shape[1]
-        seen = module.torch.ones(length, length, dtype=module.torch.bool).tril()[None, None]
-        logits = model(input_ids=input_ids, attention_mask=seen, use_cache=False).logits
-        logits = logits.float().flatten(0, 1)
-        return module.F.cross_entropy(logits, targets.flatten(), reduction="sum")
-
-    module.loss_sum = loss_sum
-
-
-def compiled_loss(module, _):
-    """What --compile makes of the loss, and not of the blocks."""
-    module.sum_cross_entropy = module.torch.compile(module.sum_cross_entropy, dynamic=False)
-
-
-def head_of(model, input_ids):
-    hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1), model.get_output_embeddings().weight
-
-
-def chunked(module, count):
-    """Logits of a part of the positions at a time, made again in the backward."""
-
-    def part_loss(hidden, weight, targets):
-        return module.F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-
-    def loss_sum(model, input_ids, targets, cross_entropy):
-        hidden, weight = head_of(model, input_ids)
-        parts = zip(hidden.chunk(int(count)), targets.flatten().chunk(int(count)), strict=True)
-        again = module.partial(module.checkpoint, part_loss, use_reentrant=False)
-        return sum(again(part, weight, target) for part, target in parts)
-
-    module.loss_sum = loss_sum
-
-
-PATCHES = {"clocked": clocked, "traced": traced, "unfused": unfused}
-PATCHES |= {"peaks": peaks, "watched": watched, "stalls": stalls}
-PATCHES |= {"masked": masked, "chunked": chunked, "compiled_loss": compiled_loss}
-WIDE = {**TINY, "vocab_size": 128256, "tie_word_embeddings": True}
-LEVERS = [
-    # What, model, stage, processes, patch, flags.
-    ("AdamW unfused", "Llama, 25 M", STAGE_01, 1, "unfused", []),
-    ("a causal mask in the place of is_causal", "tiny, 0.7 M", STAGE_01, 1, "masked", []),
-    ("--compile", "Llama, 25 M", STAGE_01, 1, None, ["--compile"]),
-    ("compiled loss, vocabulary 128,256", "wide", STAGE_01, 1, "compiled_loss", []),
-    ("loss in 8 parts, vocabulary 128,256", "wide", STAGE_01, 1, "chunked=8", []),
-]
-
-
-def checking():
-    """What it costs to look at every token before the first step, against the tokenizing."""
-    stage = load(STAGE_01)
-    documents = datasets.Dataset.from_dict({"text": list(topics.values()) * 20})
-    rows = []
-    for seq_length in (64, 256, 1024):
-        tokenizing, looking = [], []
-        for _ in range(5):
-            tokenizer = stage.load_tokenizer("tiny", "")
-            start = time.perf_counter()
-            sequences = stage.pack(documents, "text", tokenizer, seq_length)
-            middle = time.perf_counter()
-            stage.check_tokens(sequences, seq_length, 384, 0)
-            tokenizing.append(middle - start)
-            looking.append(time.perf_counter() - middle)
-        shares = [look / tokenize for look, tokenize in zip(looking, tokenizing, strict=True)]
-        row = [seq_length, f"{len(sequences) * seq_length:,}"]
-        row += [f"{statistics.median(times):.2f}" for times in (tokenizing, looking)]
-        rows.append([*row, f"{statistics.median(shares):.1%}", f"{max(shares):.1%}"])
-    head = ["--seq-length", "tokens", "tokenizing, s", "looking, s", "share, median", "largest"]
-    report("checking", head, rows)
-
-
-def levers():
-    """What might make a stage faster or smaller, against the stage as it is, two rounds."""
-    MODELS["wide"] = (WIDE, 256, 4, 4, 4, 2)
-    rows = []
-    for what, name, stage, processes, patch, flags in LEVERS:
-        rates, peaks, losses = [], [], []
-        with tempfile.TemporaryDirectory() as folder:
-            how = setting(folder, name)
-            for _ in range(2):
-                plain = run_stage(how, stage, processes, "--no-compile")
-                other = run_stage(how, stage, processes, "--no-compile", *flags, patch=patch)
-                rates.append(other["tokens_per_second"] / plain["tokens_per_second"])
-                peak = "memory/peak_allocated_gb"
-                peaks.append(other[peak] - plain[peak])
-                losses.append(abs(other["train/loss"] / plain["train/loss"] - 1))
-        row = [what, f"{name}, stage {stage[:2]}", f"{statistics.mean(rates):.2f}"]
-        row += [f"{statistics.mean(peaks):+.2f}", f"{max(losses):.0e}"]
-        rows.append(row)
-        print(rows[-1], flush=True)
-    head = ["lever", "on", "tokens/s against without", "peak memory, GB more"]
-    report("levers-cuda" if GPU else "levers", [*head, "loss off by"], rows)
+PATCHES = {"peaks": peaks, "watched": watched, "stalls": stalls}

@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from conftest import FAULTS, ROOT, data_args, end, load, metrics, mutant, run
+from bench_common import MEASURED, table
+from conftest import FAULTS, data_args, end, load, metrics, mutant, run
 from datasets.distributed import split_dataset_by_node
 from nodes import free_port
 from torch.distributed import fsdp
@@ -40,7 +41,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler
 
-MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
 CPU = torch.device("cpu")
 # What a checkpoint holds besides tensors, where nothing depends on it.
 VALUES = {"flags": {}, "experiment": {}}
@@ -876,14 +876,11 @@ def main(names):
         names = [name for name in TRAPS if name != "join"]
     torch.set_num_threads(1)
     for name in names:
-        begin = time.perf_counter()
         with contextlib.redirect_stdout(sys.stderr):  # what the stages say
-            head, rows = TRAPS[name]()
-        lines = [head, ["---"] * len(head), *rows]
-        text = "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+            text = table(*TRAPS[name]())
         print(text, flush=True)
-        (MEASURED / f"trap-{name}.md").write_text(text)
-        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
+        command = f"`python tests/benchmarks/traps.py {name}`"
+        (MEASURED / f"trap-{name}.md").write_text(f"{command}\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 import torch
 from stages import ROOT, builds_on, script
 from stages import STAGES as STAGES  # tests take it from here
+from tokenizers.pre_tokenizers import ByteLevel
 
 SUPPORT = ROOT / "tests" / "support"
 FAULTS = SUPPORT / "faults"
@@ -27,6 +28,8 @@ FAULTS = SUPPORT / "faults"
 TEST_MODULES = f"{ROOT / 'tests'}{os.pathsep}{SUPPORT}"
 # Generous: these machines are shared, and slow at times. No test depends on speed.
 TIMEOUT = 600
+# Packages set variables of their own when tests use them in this process.
+AT_START = dict(os.environ)
 # Enough to train, little enough for many runs: 8 sequences of 64 bytes a step.
 SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", "8")
 
@@ -87,7 +90,7 @@ def environment(**more):
     """The environment of a run: one thread, no network, no account, a cache of the test's own."""
     dropped = ("COMET", "HF_", "TORCHELASTIC", "MASTER_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in names}
+    clean = {k: v for k, v in AT_START.items() if not k.startswith(dropped) and k not in names}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     return clean | {"HF_HOME": os.environ["COURSE_HF_HOME"]} | more
 
@@ -171,10 +174,16 @@ def metrics(folder):
 
 
 def default_sequences(seq_length):
-    """Training sequences of the default data, whose text differs between versions of Python."""
-    num_tokens = sum(len(text.encode()) + 1 for text in topics.values())
-    num_sequences = num_tokens // seq_length
-    return num_sequences - math.ceil(num_sequences / 20)
+    """The sequences of the default data, those to train on and those held out, made without the
+    scripts: bytes, with an end of text behind each document. The text is that of this Python."""
+    alphabet = {c: 1 + i for i, c in enumerate(sorted(ByteLevel.alphabet()))}
+    level = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens = []
+    for text in topics.values():
+        tokens += [alphabet[c] for c in level.pre_tokenize_str(text)[0][0]] + [0]
+    count = len(tokens) // seq_length
+    sequences = torch.tensor(tokens[: count * seq_length]).reshape(count, seq_length)
+    return sequences.split([count - math.ceil(count / 20), math.ceil(count / 20)])
 
 
 def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4):

@@ -40,8 +40,8 @@ CONFIGURATIONS = [
 ]
 
 
-# Up and down: each stage resumes the one before it, and the one behind it.
-WALK = [*CONFIGURATIONS, *CONFIGURATIONS[-2::-1]]
+# Up, and down in larger steps.
+WALK = [*CONFIGURATIONS, *CONFIGURATIONS[-3::-2]]
 # From the first to the last stage, and back.
 SHORT = [CONFIGURATIONS[place] for place in (0, 6, 4, 2, 0)]
 DIED = -9
@@ -61,7 +61,7 @@ def test_a_run_changes_its_stage_and_its_number_of_processes(walk, curve, tmp_pa
         flags = (*exact(stage, processes), *STEADY, *named(tmp_path), "--max-steps", 3 + 3 * number)
         out = run(stage, processes, *flags).out
         assert (f"resumed from {tmp_path}/a/step-{3 * number:08d}" in out) == (number > 0)
-    whole = curve(*CONFIGURATIONS[0], *STEADY, "--max-steps", 39)
+    whole = curve(*CONFIGURATIONS[0], *STEADY, "--max-steps", 33)
     resumed = metrics(tmp_path / "a")
     assert list(resumed) == list(range(1, 3 * len(walk) + 1))
     assert_same_curve(whole, resumed, resumed)
@@ -77,14 +77,10 @@ def uninterrupted(curve):
 INSTANTS = {
     "before the tensors are written": ("open step-00000006.tmp/__0_0.distcp 1", 3),
     "between tensors and metadata": ("open step-00000006.tmp/.metadata 1", 3),
-    "before DCP renames its metadata": ("os.rename step-00000006.tmp 1", 3),
-    "before the plain values": ("open step-00000006.tmp/state.json 1", 3),
     "before the plain values are flushed": ("open step-00000006.tmp/state.json 2", 3),
     "before the rename": ("os.rename step-00000006.tmp 2", 3),
     "after the rename": ("os.rename step-00000003.tmp 3", 6),
-    "before an old one is removed": ("shutil.rmtree step-00000003.tmp 1", 6),
     "while an old one is removed": ("os.remove __0_0.distcp 1", 6),
-    "before the export": ("shutil.rmtree final_model.tmp 1", 12),
     "while the weights are exported": ("open final_model.tmp/config.json 1", 12),
     "before the export is renamed": ("os.rename final_model.tmp 1", 12),
 }
@@ -115,11 +111,10 @@ def test_a_kill_inside_a_save(instant, uninterrupted, tmp_path):
 
 @pytest.mark.law4
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_of_one_rank_inside_a_save(victim, uninterrupted, tmp_path):
+def test_a_kill_of_one_rank_inside_a_save(uninterrupted, tmp_path):
     flags = (*SAVING, *named(tmp_path))
-    faults = {"PYTHONPATH": str(FAULTS), "STRIKE_RANK": str(victim)}
-    faults["STRIKE"] = f"kill open step-00000006.tmp/__{victim}_0.distcp 1"
+    faults = {"PYTHONPATH": str(FAULTS), "STRIKE_RANK": "1"}
+    faults["STRIKE"] = "kill open step-00000006.tmp/__1_0.distcp 1"
     struck = run("03-fsdp", 2, *flags, check=False, **faults)
     assert struck.returncode != 0
     again = run("03-fsdp", 2, *flags)
@@ -151,11 +146,9 @@ def kill_at_random_until_done(stage, processes, folder, kills, seed):
 @pytest.mark.parametrize(
     ("stage", "processes", "kills"),
     [
-        ("01-single-gpu", 1, 2),
-        ("02-ddp", 2, 4),
-        ("03-fsdp", 2, 4),
-        ("07-tensor-parallel", 4, 3),
-        ("08-pipeline-parallel", 2, 3),
+        ("01-single-gpu", 1, 3),
+        ("03-fsdp", 2, 3),
+        ("08-pipeline-parallel", 2, 2),
     ],
 )
 def test_kills_at_random_instants(stage, processes, kills, uninterrupted, tmp_path):
@@ -188,15 +181,11 @@ def empty(path):
     path.write_bytes(b"")
 
 
-DAMAGES = [(how, file) for how in (truncate, Path.unlink, empty) for file in FILES]
-QUICK_DAMAGES = [(truncate, FILES[0]), (Path.unlink, FILES[1]), (empty, FILES[2])]
+DAMAGES = [(truncate, FILES[0]), (Path.unlink, FILES[1]), (empty, FILES[2])]
 
 
 @pytest.mark.law4
-@pytest.mark.parametrize(
-    ("damage", "file"),
-    [pytest.param(*x, marks=() if x in QUICK_DAMAGES else pytest.mark.slow) for x in DAMAGES],
-)
+@pytest.mark.parametrize(("damage", "file"), DAMAGES)
 def test_a_checkpoint_that_cannot_be_loaded_is_skipped(damage, file, copy, uninterrupted):
     damage(copy / "a" / "step-00000012" / file)
     (copy / "a" / "step-00000012.damaged" / "earlier").mkdir(parents=True)
@@ -314,8 +303,7 @@ def test_contents_count_and_not_names(tmp_path):
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize("stage", ["02-ddp", pytest.param("03-fsdp", marks=pytest.mark.slow)])
-def test_ranks_with_other_files_are_told_apart(stage, tmp_path):
+def test_ranks_with_other_files_are_told_apart(tmp_path):
     """As on machines whose files have the same names, but not the same contents."""
     for rank in range(2):
         write_text(tmp_path / str(rank) / "text.txt", seed=rank)
@@ -325,7 +313,7 @@ def test_ranks_with_other_files_are_told_apart(stage, tmp_path):
     (tmp_path / "path" / "sitecustomize.py").write_text(code)
     faults = {"PYTHONPATH": str(tmp_path / "path"), "FOLDER": f"{tmp_path}/"}
     flags = (*SMALL, "-d", "text.txt", "--max-steps", 2)
-    result = run(stage, 2, *flags, check=False, launched=True, **faults)
+    result = run("02-ddp", 2, *flags, check=False, **faults)
     assert result.returncode != 0
     [line] = result.errors
     assert line.startswith("train-llm.py: error: --dataset-name (CRC-32 of its tokens) is ")
@@ -343,14 +331,10 @@ def test_flags_txt_repeats_the_run(copy, tmp_path, uninterrupted):
 
 
 @pytest.mark.law4
-@pytest.mark.parametrize(
-    "stage", ["01-single-gpu", pytest.param("03-fsdp", marks=pytest.mark.slow)]
-)
-def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(stage, tmp_path):
+def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path):
     """One line, before a save. What is saved has finite numbers, also with a save in each step."""
     flags = (*SMALL, *named(tmp_path), "--lr", "1e30", "--warmup-steps", "0", "--log-freq", "100")
-    processes = 1 if stage == "01-single-gpu" else 2
-    result = run(stage, processes, *flags, "--max-steps", 99, "--ckpt-freq", 1, check=False)
+    result = run("01-single-gpu", 1, *flags, "--max-steps", 99, "--ckpt-freq", 1, check=False)
     assert result.returncode == 1
     [line] = result.errors
     assert " the loss is " in line and line.endswith("try a lower --lr")

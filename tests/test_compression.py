@@ -61,15 +61,6 @@ def test_the_basis_is_half_of_the_orthonormal_dct(stage):
     assert torch.allclose(values.float() @ basis.T, known[:, :128].float(), atol=1e-5)
 
 
-@pytest.mark.slow
-def test_the_basis_is_that_of_scipy(stage):
-    """Slow, because transformers imports scipy wherever it is installed: 0.4 s in each process."""
-    fft = pytest.importorskip("scipy.fft", reason="needs scipy: pip install -e '.[scipy]'")
-    values = torch.randn(7, 256, generator=torch.Generator().manual_seed(0)).double()
-    known = torch.from_numpy(fft.dct(values.numpy(), type=2, norm="ortho")).float()
-    assert torch.allclose(values.float() @ stage.low_frequencies().T, known[:, :128], atol=1e-5)
-
-
 @settings(deadline=None, max_examples=60)
 @given(rows=st.integers(1, 5), scale=st.floats(1e-30, 1e30), seed=st.integers(0, 99))
 def test_int8_is_off_by_half_a_level_at_most(stage, rows, scale, seed):

@@ -83,7 +83,7 @@ def slurm(tmp_path):
             prolog.chmod(0o755)
             # The port of a job depends on its number. Another test may have a cluster of its own.
             settings = {"TaskProlog": prolog, "FirstJobId": 1 + os.getpid() % 9000}
-            variables = stack.enter_context(cluster(tmp_path / "slurm", **settings))
+            variables = stack.enter_context(cluster(**settings))
         except SlurmMissing as missing:
             pytest.skip(str(missing))
         yield partial(Job, tmp_path, variables)
@@ -157,7 +157,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
     pytest.importorskip("submitit", reason="needs submitit: pip install -e '.[slurm]'")
     with names_of_nodes(), ExitStack() as stack:
         try:
-            variables = stack.enter_context(cluster(tmp_path / "slurm"))
+            variables = stack.enter_context(cluster())
         except SlurmMissing as missing:
             pytest.skip(str(missing))
         names = [name for name in variables if name.startswith(("COMET", "MASTER_", "TORCHEL"))]
@@ -166,7 +166,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         folder = ROOT / "05-multinode"
         command = [sys.executable, folder / "submit.py", folder / "train-llm.py", "-e", "a"]
         command += ["--nodes", 2, "--logs", tmp_path / "logs", "--save-dir", tmp_path]
-        command += [*ALONE, "--compression", "none", "--max-steps", 300, "--lr", "1e-3,5e-4"]
+        command += [*ALONE, "--compression", "none", "--max-steps", 200, "--lr", "1e-3,5e-4"]
         done = subprocess.run(
             [str(w) for w in command], env=variables, capture_output=True, text=True
         )
@@ -190,11 +190,11 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         wait_until(completed, "the end of both jobs")
         assert "resumed from" in logs()
     for (_, name), lr in zip(jobs, ("1e-3", "5e-4"), strict=True):
-        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 300, "--lr", lr)
+        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 200, "--lr", lr)
         seen = metrics(tmp_path / name)
-        assert list(seen) == list(range(1, 301))
+        assert list(seen) == list(range(1, 201))
         assert_same_curve(whole, seen, range(1, 151), rel_norm=1e-3)
-        assert seen[300]["elastic/world_size"] == 2
-    assert (seen[300]["elastic/restarts"], seen[300]["elastic/steps_lost"]) == (0, 0)
-    preempted = metrics(tmp_path / "a-1e-3")[300]
+        assert seen[200]["elastic/world_size"] == 2
+    assert (seen[200]["elastic/restarts"], seen[200]["elastic/steps_lost"]) == (0, 0)
+    preempted = metrics(tmp_path / "a-1e-3")[200]
     assert (preempted["elastic/restarts"], preempted["elastic/steps_lost"]) == (1, 0)

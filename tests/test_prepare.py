@@ -263,17 +263,6 @@ def test_a_conversation_is_left_out_as_a_whole(prepare, tokenizer):
     assert (ends, counts["left out, the chat template says: too long"]) == ([], 1)
 
 
-def test_a_conversation_that_the_template_refuses_is_counted(prepare, tokenizer):
-    refusal = (
-        "{%- if messages[0].role == 'system' -%}{{ raise_exception('no system') }}{%- endif -%}"
-    )
-    tokenizer.chat_template = refusal + CHATML
-    rows = [{"messages": CHAT}, {"messages": CHAT[1:]}]
-    _, _, ends, counts = tokenized(prepare, tokenizer, ("messages",), *rows)
-    assert len(ends) == 1
-    assert counts["left out, the chat template says: no system"] == 1
-
-
 def test_a_token_over_the_border_belongs_to_the_answer(prepare):
     """Tokens of a prompt and its answer may be one: such as a space and the word after it."""
     vocabulary = {END: 0, "a": 1, "Ġ": 2, "b": 3, "Ġb": 4}
@@ -313,63 +302,51 @@ def call(data, out, *flags, check=True):
     return result
 
 
-def main(prepare, monkeypatch, capsys, data, out, *flags):
-    """The same in this process. Returns what is trained on, as text, and what was printed."""
-    command = ["prepare.py", "-m", "tiny", "-d", data, "-o", out, "-s", 64, *flags]
-    monkeypatch.setattr("sys.argv", [str(word) for word in command])
-    prepare.main(prepare.parse_args())
-    rows = pyarrow.parquet.read_table(out / "train.parquet").to_pylist()
-    assert all(len(row["input_ids"]) == len(row["labels"]) == 64 for row in rows)
-    labels = [label for row in rows for label in row["labels"] if label != -100]
-    return prepare.load_tokenizer("tiny").decode(labels), capsys.readouterr().out
+@pytest.fixture
+def made(prepare, monkeypatch, capsys):
+    """The same in this process: what is trained on, as text, and what was printed."""
+
+    def made_of(data, out, *flags):
+        command = ["prepare.py", "-m", "tiny", "-d", data, "-o", out, "-s", 64, *flags]
+        monkeypatch.setattr("sys.argv", [str(word) for word in command])
+        prepare.main(prepare.parse_args())
+        rows = pyarrow.parquet.read_table(out / "train.parquet").to_pylist()
+        assert all(len(row["input_ids"]) == len(row["labels"]) == 64 for row in rows)
+        labels = [label for row in rows for label in row["labels"] if label != -100]
+        return prepare.load_tokenizer("tiny").decode(labels), capsys.readouterr().out
+
+    return made_of
 
 
-def test_alpaca_is_trained_on_its_answers(prepare, tmp_path, monkeypatch, capsys):
+def test_alpaca_is_trained_on_its_answers(made, tmp_path):
     """Also if it has a column of text beside, as tatsu-lab/alpaca does."""
     path = write_lines(tmp_path / "alpaca.jsonl", ALPACA)
-    arguments = (prepare, monkeypatch, capsys, path)
-    text, said = main(*arguments, tmp_path / "a")
+    text, said = made(path, tmp_path / "a")
     assert text.startswith(END.join(TEXT[:100]))
     assert "training on instruction, output; columns not used: text" in said
     assert "train: 200 documents in 1 file(s)" in said
     assert said.count("left out") == 1  # the last row is not full
     assert f"### Response:\n⟦{TEXT[0][:9]}" in said
-    text, said = main(*arguments, tmp_path / "b", "--text-column", "text")
+    text, said = made(path, tmp_path / "b", "--text-column", "text")
     assert text.startswith(f"q {TEXT[0]}{END}q {TEXT[1]}")
-    text, said = main(*arguments, tmp_path / "c", "--train-on-prompt")
+    text, said = made(path, tmp_path / "c", "--train-on-prompt")
     assert text.startswith(f"### Instruction:\nq\n\n### Response:\n{TEXT[0]}{END}###")
     assert "100.0% of them trained on" in said
 
 
-def test_packing_loses_less_than_a_row(prepare, tmp_path, monkeypatch, capsys):
-    """Also where one batch of documents ends and the next begins."""
-    texts = [f"{i} " * (i % 7) for i in range(2500)]
-    path = write_lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
-    text, said = main(prepare, monkeypatch, capsys, path, tmp_path / "a")
-    whole = END.join(filter(None, texts)) + END
-    assert whole.startswith(text)
-    num_tokens = sum(len(text) + 1 for text in texts if text)
-    assert f"{num_tokens // 64:,} rows" in said
-    assert f"{num_tokens % 64} left out: tokens at the end, less than a row" in said
-    assert f"{texts.count('')} left out: no text" in said
-
-
-@pytest.mark.parametrize("ending", [".csv", ".csv.gz", ".jsonl.gz", ".txt.gz", ".parquet", ".json"])
-def test_formats_of_files(ending, prepare, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("ending", [".csv.gz", ".txt.gz", ".parquet", ".jsonl"])
+def test_formats_of_files(made, ending, tmp_path):
     path = tmp_path / f"my.data{ending}"
     frame = pandas.DataFrame({"text": TEXT})
-    if ending.startswith(".csv"):
+    if ending == ".csv.gz":
         frame.to_csv(path, index=False)
     elif ending == ".parquet":
         frame.to_parquet(path)
     elif ending == ".txt.gz":
         path.write_bytes(gzip.compress(END.join(TEXT).encode()))
-    elif ending == ".json":
-        path.write_text(json.dumps([{"text": text} for text in TEXT]))
     else:
-        rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXT)
-        path.write_bytes(gzip.compress(rows.encode()))
-    text, _ = main(prepare, monkeypatch, capsys, path, tmp_path / "out")
+        write_lines(path, [{"text": text} for text in TEXT])
+    text, _ = made(path, tmp_path / "out")
     assert text.startswith(END.join(TEXT[:150]))
 
 
@@ -378,7 +355,7 @@ VALUES = ["007", "8", "TRUE", "2021-05-03", "None", "NA", "1e5", "0.50", 'a "b"\
 
 
 @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".json"])
-def test_values_are_those_of_the_file(ending, prepare, tmp_path, monkeypatch, capsys):
+def test_values_are_those_of_the_file(made, ending, tmp_path):
     """No type is guessed, also where a cell is empty, and numbers in JSON keep their digits. A mark
     of the byte order (BOM) at the beginning and line ends of Windows are no part of a value."""
     path = tmp_path / f"d{ending}"
@@ -394,24 +371,20 @@ def test_values_are_those_of_the_file(ending, prepare, tmp_path, monkeypatch, ca
         text = "[" + ",".join(objects) + "]" if ending == ".json" else "\r\n".join(objects)
         path.write_bytes(text.encode("utf-8-sig"))
     numbers = [] if ending == ".csv" else ["4", "0.5", "0.50"]
-    text, said = main(
-        prepare, monkeypatch, capsys, path, tmp_path / "out", "--strategy", "overflow"
-    )
+    text, said = made(path, tmp_path / "out", "--strategy", "overflow")
     assert text == "".join(value + END for value in numbers + VALUES)
     assert ("1 left out: no text" in said) == (ending == ".csv")
 
 
-def test_rows_of_alpaca_may_have_an_input_later(prepare, tmp_path, monkeypatch, capsys):
+def test_rows_of_alpaca_may_have_an_input_later(made, tmp_path):
     rows = [{"instruction": "q", "output": "a"}, {"instruction": "r", "input": "s", "output": 4}]
     path = write_lines(tmp_path / "d.jsonl", rows)
     out = tmp_path / "out"
-    text, _ = main(
-        prepare, monkeypatch, capsys, path, out, "--train-on-prompt", "--strategy", "overflow"
-    )
+    text, _ = made(path, out, "--train-on-prompt", "--strategy", "overflow")
     assert text.endswith(f"### Instruction:\nr\n\ns\n\n### Response:\n4{END}")
 
 
-def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch, capsys):
+def test_every_file_of_a_folder_is_read_or_named(made, tmp_path):
     """Of all formats, whatever their names are."""
     names = ["the train.txt", "my test notes.txt", "below/a.txt", "part-00000-of-00001.txt"]
     names += ["b.jsonl", "Val/c.txt", "dev/d.txt", "e.md", ".hidden/f.txt"]
@@ -423,7 +396,7 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
         path.parent.mkdir(parents=True, exist_ok=True)
         text = chr(ord("A") + number) * 99
         path.write_text(json.dumps({"text": text}) if name == "b.jsonl" else text)
-    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d", tmp_path / "a")
+    text, said = made(tmp_path / "d", tmp_path / "a")
     assert set(text.replace(END, "")) == set("ABCDE")
     assert "not read: e.md, link\n" in said
     assert "not read: the splits dev\n" in said
@@ -431,7 +404,7 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
     assert "⟦FFFFF" in said
     # Nothing else is there to train on.
     (tmp_path / "d" / "Val" / "c.txt").rename(tmp_path / "d" / "Val" / "test.txt")
-    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d" / "Val", tmp_path / "c")
+    text, said = made(tmp_path / "d" / "Val", tmp_path / "c")
     assert set(text.replace(END, "")) == {"F"}
 
 
@@ -449,27 +422,27 @@ def test_every_file_of_a_folder_is_read_or_named(prepare, tmp_path, monkeypatch,
         ("d.parquet", b"abc", "after 0 documents: Parquet file size is 3 bytes"),
     ],
 )
-def test_a_damaged_file_is_named(name, content, problem, prepare, tmp_path, monkeypatch, capsys):
+def test_a_damaged_file_is_named(made, name, content, problem, prepare, tmp_path):
     """Also if its first documents can be read. No folder is left then."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SystemExit) as stop:
-        main(prepare, monkeypatch, capsys, tmp_path / name, tmp_path / "out")
+        made(tmp_path / name, tmp_path / "out")
     assert str(stop.value.code).startswith(f"prepare.py: error: {tmp_path / name}: {problem}")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def rows_of(prepare, monkeypatch, capsys, *arguments):
-    main(prepare, monkeypatch, capsys, *arguments)
+    made(*arguments)
     return pyarrow.parquet.read_table(arguments[1] / "train.parquet")
 
 
-def test_strategies(prepare, tmp_path, monkeypatch, capsys):
+def test_strategies(made, prepare, tmp_path):
     """pack: joined and cut. overflow: each document begins a row. truncate: and has only one. What
     is padding has no loss. A row with the last token of a document alone has nothing to predict it
     from, and is left out. Documents are longer than the pieces that they are tokenized in, or end
     with a row. Several processes make the same rows."""
     draw = random.Random(5)
-    lengths = [0, 1, 62, 63, 64, 127, 25_000, 1_300_000] + [draw.randint(1, 300) for _ in range(99)]
+    lengths = [0, 1, 62, 63, 64, 127, 25_000, 250_000] + [draw.randint(1, 300) for _ in range(99)]
     draw.shuffle(lengths)
     texts = ["".join(draw.choices("ab\n", k=length)) for length in lengths]
     path = write_lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
@@ -489,8 +462,8 @@ def test_strategies(prepare, tmp_path, monkeypatch, capsys):
     for strategy, labels in expected.items():
         rows = labels.reshape(-1, 64)
         labels = rows[(rows[:, 1:] != -100).any(axis=1)].flatten()
-        arguments = (prepare, monkeypatch, capsys, path)
-        table = rows_of(*arguments, tmp_path / strategy, "--strategy", strategy)
+        made(path, tmp_path / strategy, "--strategy", strategy)
+        table = pyarrow.parquet.read_table(tmp_path / strategy / "train.parquet")
         assert np.array_equal(table["labels"].combine_chunks().flatten(), labels)
         input_ids = np.array(table["input_ids"].combine_chunks().flatten())
         assert np.array_equal(input_ids, np.where(labels == -100, 0, labels))
@@ -502,8 +475,9 @@ def test_strategies(prepare, tmp_path, monkeypatch, capsys):
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS counts memory in other units")
 @pytest.mark.parametrize("program", ["prepare.py", "01-single-gpu/train-llm.py"])
 def test_a_large_text_takes_little_memory(program, tmp_path):
-    """A tokenizer needs 200 bytes a character and more: for 20 MB at once it took 5.3 GB."""
-    (tmp_path / "d.txt").write_text("some text, " * 9 + "\n" + "and a line of it\n" * 1_200_000)
+    """A tokenizer needs 200 bytes a character and more: for 20 MB at once it took 5.3 GB. Half of
+    them are enough."""
+    (tmp_path / "d.txt").write_text("some text, " * 9 + "\n" + "and a line of it\n" * 600_000)
     command = [sys.executable, ROOT / program, "-m", "tiny", "-d", tmp_path / "d.txt", "-s", 256]
     command += ["-o", tmp_path / "out"] if program == "prepare.py" else ["--max-steps", 1]
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
@@ -531,17 +505,17 @@ def test_a_killed_run_leaves_no_folder_that_looks_complete(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_mds(prepare, tmp_path, monkeypatch, capsys):
+def test_a_folder_of_mds(made, tmp_path):
     streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming")
     with streaming.MDSWriter(out=str(tmp_path / "d"), columns={"text": "str"}) as writer:
         for text in TEXT:
             writer.write({"text": text})
-    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d", tmp_path / "out")
+    text, said = made(tmp_path / "d", tmp_path / "out")
     assert text.startswith(END.join(TEXT[:150]))
     assert "train: 200 documents" in said
 
 
-def test_splits_of_chats_on_the_hub(prepare, tmp_path, monkeypatch, capsys):
+def test_splits_of_chats_on_the_hub(made, tmp_path):
     """train_sft and test_sft, with the files laid out as the hub has them."""
     (tmp_path / "d" / "data").mkdir(parents=True)
     for split, texts in (("train_sft", TEXT[:150]), ("test_sft", TEXT[150:]), ("train_gen", ["x"])):
@@ -551,7 +525,7 @@ def test_splits_of_chats_on_the_hub(prepare, tmp_path, monkeypatch, capsys):
         ]
         frame = pandas.DataFrame({"prompt": "q", "messages": messages})
         frame.to_parquet(tmp_path / "d" / "data" / f"{split}-00000-of-00001.parquet")
-    text, said = main(prepare, monkeypatch, capsys, tmp_path / "d", tmp_path / "out")
+    text, said = made(tmp_path / "d", tmp_path / "out")
     assert text.startswith(END.join(TEXT[:100]))
     assert text.endswith(TEXT[149][-20:] + END) or TEXT[150] not in text
     assert "validation: 50 documents" in said

@@ -1,13 +1,12 @@
-"""Law 2: one diff, one idea. And the budgets: a file that must be read in one sitting."""
+"""Law 2: one diff, one idea."""
 
 import ast
 import os
-import re
 import subprocess
 import sys
 
 import pytest
-from stages import PAIRS, PARENTS, ROOT, STAGES, script
+from stages import PAIRS, ROOT, STAGES, script
 
 # Functions and classes that a stage adds: the idea itself.
 NEW = {
@@ -27,48 +26,22 @@ NEW = {
 }
 # Functions that a stage does not need any more.
 DROPPED = {"08-pipeline-parallel": ["loss_sum"]}
-# Functions that a stage changes, and why its idea is in them. The others are as on the stage below.
+# Functions that a stage changes. The others are as on the stage below.
 CHANGED = {
-    "02-ddp": {
-        "main": "the process group, the wrapper, the reductions",
-        "make_micro_batches": "each rank takes its share of the global batch",
-        "evaluate": "the sums of all ranks make the loss",
-    },
-    "03-fsdp": {
-        "main": "meta device, sharding, mixed precision of FSDP, when to gather",
-        "evaluate": "the root is gathered and no backward frees it",
-        "sample": "the same",
-        "parse_args": "--cpu-offload, --no-reshard-after-forward",
-    },
-    "04-compression": {
-        "main": "the mesh of replicas and shards, the hook, what it sent",
-        "parse_args": "its flags",
-    },
-    "05-multinode": {
-        "main": "timeouts, the clean stop, checkpoints in the background",
-        "parse_args": "--timeout, and the default of --shard-size",
-    },
-    "06-streaming": {
-        "main": "batches come from streams, whose positions are saved",
-        "load_data": "documents that stream",
-        "load_files": "the same",
-        "choose_column": "it takes no rows of tokens, such as those of prepare.py",
-        "check_data": "the files are not read before the training",
-        "parse_args": "a stream has no end",
-    },
-    "07-tensor-parallel": {
-        "main": "the mesh of tensor groups, the layers split",
-        "loss_sum": "the logits are split",
-        "sample": "the same",
-        "parse_args": "--tensor-size",
-    },
-    "08-pipeline-parallel": {
-        "main": "the pipeline stages, the schedule, what they exchange",
-        "send_weights": "a pipeline stage takes a part of the weights",
-        "evaluate": "the forward pass goes through the pipeline stages",
-        "sample": "the same",
-        "parse_args": "--stages, --schedule",
-    },
+    "02-ddp": ["main", "make_micro_batches", "evaluate"],
+    "03-fsdp": ["main", "evaluate", "sample", "parse_args"],
+    "04-compression": ["main", "parse_args"],
+    "05-multinode": ["main", "parse_args"],
+    "06-streaming": [
+        "main",
+        "load_data",
+        "load_files",
+        "choose_column",
+        "check_data",
+        "parse_args",
+    ],
+    "07-tensor-parallel": ["main", "loss_sum", "sample", "parse_args"],
+    "08-pipeline-parallel": ["main", "send_weights", "evaluate", "sample", "parse_args"],
 }
 
 
@@ -97,16 +70,6 @@ def git_diff(below, stage, *options):
 def changed_lines(below, stage):
     """The lines that `git diff` marks on either side, comments and docstring counted."""
     return sum(int(number) for number in git_diff(below, stage, "--numstat").split()[:2])
-
-
-@pytest.mark.law2
-@pytest.mark.parametrize(("below", "stage"), PAIRS)
-def test_count_the_changed_lines(below, stage, capsys):
-    """There is no limit: a diff is as long as its idea takes. The count is printed."""
-    count = changed_lines(below, stage)
-    with capsys.disabled():
-        print(f"\n{below} -> {stage}: {count} changed lines")
-    assert count > 0
 
 
 @pytest.mark.law2
@@ -178,60 +141,6 @@ def test_the_readme_has_the_true_counts():
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         assert cells[-2] == str(len(script(stage).read_text().splitlines()))
         assert cells[-1] == (str(changed_lines(below, stage)) if below else "")
-
-
-@pytest.mark.law2
-def test_the_readmes_tree_has_each_stage_under_its_parent():
-    """And each chapter of a stage that does not follow the one before it names its parent."""
-    tree = (ROOT / "README.md").read_text().split("```mermaid")[1].split("```")[0]
-    names = dict(re.findall(r'(\w+)\["([^"]+)"\]', tree))
-    parents = {}
-    for line in re.sub(r'\["[^"]+"\]', "", tree).splitlines()[2:]:
-        chain = [names[letter.strip()] for letter in line.split("-->")] if "-->" in line else []
-        parents |= dict(zip(chain[1:], chain, strict=False))
-    assert parents == PARENTS
-    for before, stage in zip(STAGES, STAGES[1:], strict=False):
-        if PARENTS[stage] != before:
-            parent = PARENTS[stage]
-            chapter = " ".join((ROOT / stage / "README.md").read_text().split())
-            assert f"builds on [stage {parent[:2]}](../{parent}/README.md)" in chapter
-
-
-@pytest.mark.law6
-def test_tables_in_prose_are_those_that_were_measured():
-    """What benchmark.py and traps.py wrote to outputs/measured stands in a README word for word."""
-    measured = ROOT / "outputs" / "measured"
-    documents = [ROOT / "README.md", measured / "README.md", *ROOT.glob("*/README.md")]
-    documents += ROOT.glob("*/deeper.md")
-    prose = "".join(path.read_text() for path in documents)
-    tables = set(measured.glob("*.md")) - {measured / "README.md"}
-    assert tables
-    for path in tables:
-        assert path.read_text() in prose, path
-
-
-def test_no_new_marks():
-    for stage in STAGES:
-        assert "# NEW" not in script(stage).read_text()
-
-
-def test_the_tree():
-    """What stands at the top is what the README says stands there."""
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if tracked.returncode != 0:
-        pytest.skip("not a git checkout")
-    top = {line.split("/")[0] for line in tracked.stdout.splitlines()}
-    expected = {
-        "README.md",
-        "GLOSSARY.md",
-        "CONTRIBUTING.md",
-        "LICENSE",
-        "pyproject.toml",
-        ".gitignore",
-    }
-    expected |= {"logs_and_checkpoints.py", "prepare.py"}
-    expected |= {"compare.py", "outputs", "tests", ".ci", ".github"}
-    assert top == expected | set(STAGES)
 
 
 def test_ruff_is_content():

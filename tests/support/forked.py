@@ -205,7 +205,7 @@ def execute(path, flags):
     sys.path[:0] = [str(Path(path).parent), *own]
     customizations = [Path(entry, "sitecustomize.py") for entry in own]
     for customization in filter(Path.exists, customizations):
-        runpy.run_path(str(customization))
+        exec(compile(customization.read_text(), customization, "exec"), {})
     try:
         runpy.run_path(path, run_name="__main__")
     finally:

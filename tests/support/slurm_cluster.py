@@ -1,10 +1,10 @@
-"""Start a real Slurm of two nodes on this one machine, for tests.
+"""A real Slurm of two nodes on this machine, for tests.
 
-    with cluster(folder) as environment:
-        subprocess.run(['sbatch', 'train-llm.sbatch'], env=environment, check=True)
+    with cluster() as environment:
+        subprocess.run(["sbatch", "train-llm.sbatch"], env=environment, check=True)
 
-Everything is under `folder`, on free ports: the machine's own Slurm, if it has one, is neither
-used nor touched, and several clusters can run side by side.
+It has a folder and ports of its own: the machine's Slurm, if it has one, is neither used nor
+touched, and several clusters can run side by side.
 """
 
 import contextlib
@@ -27,140 +27,73 @@ class SlurmMissing(RuntimeError):
     """Slurm or munge is not installed: tests skip on it."""
 
 
-class SlurmFailed(RuntimeError):
-    """Slurm is installed, but the cluster did not start."""
-
-
-def default_settings():
-    """Lines of slurm.conf that a test may replace: short intervals, not the defaults."""
-    return {
-        # Seconds for which a requeued job is held back (120). Less than 5 acts as 120.
-        "cred_expire": 5,
-        "SchedulerParameters": "sched_interval=1,sched_min_interval=1,batch_sched_delay=0,"
-        "bf_interval=1",
-        # Seconds for which `scontrol show job` knows a job that has ended (300).
-        "MinJobAge": 3600,
-        # Seconds from SIGTERM to SIGKILL. They cost no time where the tasks end by themselves.
-        "KillWait": 30,
-    }
-
-
 def programs_environment():
     """This environment, with Slurm's programs on the PATH, without variables of an outer Slurm."""
     prefixes = ("SLURM", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "MUNGE_")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(prefixes)
     }
-    environment["PATH"] = ":".join(
-        [environment.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"]
-    )
+    environment["PATH"] += ":/usr/sbin:/usr/local/sbin:/sbin"
     missing = [name for name in PROGRAMS if shutil.which(name, path=environment["PATH"]) is None]
     if missing:
-        raise SlurmMissing(
-            f"not installed: {', '.join(missing)} (Debian: apt-get install slurm-wlm munge)"
-        )
+        names = ", ".join(missing)
+        raise SlurmMissing(f"not installed: {names} (Debian: apt-get install slurm-wlm munge)")
     return environment
 
 
 def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
             one.bind(("", 0))
         return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def write_configuration(folder, environment, settings):
-    """Write slurm.conf and cgroup.conf for fresh ports, and empty the daemons' folders."""
+    """Writes slurm.conf and cgroup.conf for fresh ports, and empties the daemons' folders."""
     for name in ["state", *(f"spool.{node}" for node in NODES)]:
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
     controller_port, *node_ports = free_ports(1 + len(NODES))
     user = pwd.getpwuid(os.geteuid()).pw_name
     host = socket.gethostname().split(".")[0]
-    settings = {**default_settings(), **settings}
-    cred_expire = settings.pop("cred_expire")
-    lines = [
-        "ClusterName=test",
-        f"SlurmctldHost={host}(127.0.0.1)",
-        f"SlurmctldPort={controller_port}",
-        f"SlurmUser={user}",
-        f"SlurmdUser={user}",
-        f"AuthInfo=socket={folder}/munge.socket,cred_expire={cred_expire}",
-        f"StateSaveLocation={folder}/state",
-        f"SlurmdSpoolDir={folder}/spool.%n",
-        f"SlurmctldPidFile={folder}/slurmctld.pid",
-        f"SlurmdPidFile={folder}/slurmd.%n.pid",
-        f"SlurmctldLogFile={folder}/slurmctld.log",
-        f"SlurmdLogFile={folder}/slurmd.%n.log",
-        f"SlurmSchedLogFile={folder}/sched.log",
-        f"PlugStackConfig={folder}/plugstack.conf",
-        "SlurmctldDebug=debug",
-        "SlurmdDebug=debug",
+    values = {
+        "ClusterName": "test",
+        "SlurmctldHost": f"{host}(127.0.0.1)",
+        "SlurmctldPort": controller_port,
+        "SlurmUser": user,
+        "SlurmdUser": user,
+        # Seconds for which a requeued job is held back (120). Less than 5 acts as 120.
+        "AuthInfo": f"socket={folder}/munge.socket,cred_expire=5",
+        "StateSaveLocation": f"{folder}/state",
+        "SlurmdSpoolDir": f"{folder}/spool.%n",
+        "SlurmctldPidFile": f"{folder}/slurmctld.pid",
+        "SlurmdPidFile": f"{folder}/slurmd.%n.pid",
+        "PlugStackConfig": f"{folder}/plugstack.conf",
         # The default needs cgroups. No other default does, and none needs a database.
-        "ProctrackType=proctrack/linuxproc",
-        "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_Core",
-        "SlurmdParameters=config_overrides",  # trust CPUs= and RealMemory= below
-        "ReturnToService=2",
-        "MessageTimeout=30",
-        "TCPTimeout=10",
-        *(f"{name}={value}" for name, value in settings.items()),
-        *(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 "
-            "RealMemory=8000 State=UNKNOWN"
-            for node, port in zip(NODES, node_ports, strict=True)
-        ),
-        f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE DefaultTime=10 "
-        "State=UP",
-    ]
+        "ProctrackType": "proctrack/linuxproc",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",
+        "SlurmdParameters": "config_overrides",  # trust CPUs= and RealMemory= below
+        "ReturnToService": 2,
+        # Short intervals.
+        "SchedulerParameters": "sched_interval=1,sched_min_interval=1,batch_sched_delay=0,"
+        "bf_interval=1",
+        # Seconds for which `scontrol show job` knows a job that has ended (300).
+        "MinJobAge": 3600,
+    }
+    lines = [f"{name}={value}" for name, value in (values | settings).items()]
+    for node, port in zip(NODES, node_ports, strict=True):
+        place = f"NodeHostname={host} NodeAddr=127.0.0.1 Port={port}"
+        lines.append(f"NodeName={node} {place} CPUs=8 RealMemory=8000 State=UNKNOWN")
+    nodes = ",".join(NODES)
+    lines.append(f"PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE DefaultTime=10")
     (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
     (folder / "plugstack.conf").write_text("")
-    version = subprocess.run(
-        ["slurmctld", "-V"], env=environment, capture_output=True, text=True
-    ).stdout
+    version = output(["slurmctld", "-V"], environment)
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    # older ones read no cgroup.conf where no plugin of theirs uses cgroups
+    # Older ones read no cgroup.conf where no plugin of theirs uses cgroups.
     (folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n" if numbers >= (23, 2) else "")
-
-
-def start(command, log, environment):
-    """Start a program that gets SIGTERM when this thread ends, even by SIGKILL."""
-    if shutil.which("setpriv"):
-        command = ["setpriv", "--pdeathsig", "TERM", *command]
-    with open(log, "ab") as out:
-        # its own session: Ctrl-C at pytest must not reach it before the jobs were cancelled
-        return subprocess.Popen(
-            [str(part) for part in command],
-            env=environment,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def stop(process, seconds=5):
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
-
-
-def tail(folder):
-    texts = []
-    for log in sorted(folder.glob("*.log")) + sorted(folder.glob("*.out")):
-        texts.append(
-            f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-10:])
-        )
-    return "\n".join(texts)
 
 
 def wait_until(condition, seconds, processes=()):
@@ -175,15 +108,13 @@ def wait_until(condition, seconds, processes=()):
     return False
 
 
-def output(command, environment, seconds=15):
-    """What a Slurm command printed, or '' where it failed."""
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+def output(command, environment):
+    """What a command of Slurm printed, or '' where it failed."""
+    how = {"env": environment, "capture_output": True, "text": True, "timeout": 30}
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(command, **how)
+        return done.stdout if done.returncode == 0 else ""
+    return ""
 
 
 def processes_of(folder):
@@ -198,15 +129,12 @@ def processes_of(folder):
     return found
 
 
-def cancel_jobs(environment):
-    """End all jobs by SIGTERM, and wait a little for those that heed it."""
+def end_all(folder, environment):
+    """Ends all jobs, then the daemons and what is left: SIGTERM, a second later SIGKILL."""
+    user = pwd.getpwuid(os.geteuid()).pw_name
     if output(["squeue", "--noheader", "--format=%A"], environment):
-        output(["scancel", "--quiet", f"--user={pwd.getpwuid(os.geteuid()).pw_name}"], environment)
+        output(["scancel", "--quiet", f"--user={user}"], environment)
         wait_until(lambda: not output(["squeue", "--noheader", "--format=%A"], environment), 5)
-
-
-def end_all(folder):
-    """End the cluster's daemons and what its jobs left behind: SIGTERM, a second later SIGKILL."""
     begin = time.monotonic()
     while (left := processes_of(folder)) and time.monotonic() < begin + 10:
         for pid in left:
@@ -216,79 +144,54 @@ def end_all(folder):
 
 
 @contextlib.contextmanager
-def short_name(folder):
-    """`folder`, or a short link to it in /tmp: paths of unix sockets have at most 107 bytes."""
-    folder = Path(folder).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    if len(str(folder)) <= 60:
-        yield folder
-        return
-    place = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    (place / "c").symlink_to(folder)
-    try:
-        yield place / "c"
-    finally:
-        (place / "c").unlink()
-        place.rmdir()
-
-
-@contextlib.contextmanager
-def cluster(folder, **settings):
-    """A running Slurm of the nodes n1 and n2; yields the environment in which its commands work.
-
-    `settings` replace those of `default_settings` or add lines to slurm.conf.
-    Raises SlurmMissing where Slurm or munge is not installed.
-    """
+def cluster(**settings):
+    """Yields the environment in which the commands of a running Slurm work. `settings` are lines of
+    slurm.conf. Raises SlurmMissing where Slurm or munge is not installed."""
     environment = programs_environment()
-    with short_name(folder) as folder, contextlib.ExitStack() as stack:
-        environment["SLURM_CONF"] = f"{folder}/slurm.conf"
+    # Not below the folder of a test: paths of unix sockets have at most 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    environment["SLURM_CONF"] = f"{folder}/slurm.conf"
+    daemons = []
 
-        def daemon(name, *options):
-            """Start a daemon; its output goes to a file of its name."""
-            program = shutil.which(name, path=environment["PATH"])
-            return start([program, *options], folder / f"{name}.out", environment)
+    def start(name, *options):
+        """Starts a daemon that gets SIGTERM when this thread ends, even by SIGKILL."""
+        command = [shutil.which(name, path=environment["PATH"]), *options]
+        if shutil.which("setpriv"):
+            command = ["setpriv", "--pdeathsig", "TERM", *command]
+        with open(folder / f"{name}.log", "ab") as out:
+            how = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+            how |= {"env": environment, "cwd": "/", "start_new_session": True}
+            daemons.append(subprocess.Popen(command, **how))
 
-        key, munge_socket = folder / "munge.key", folder / "munge.socket"
-        key.touch(mode=0o600)
-        key.write_bytes(os.urandom(128))
-        munge_socket.unlink(missing_ok=True)
-        munged = daemon(
-            "munged",
-            "--foreground",
-            "--force",
-            f"--socket={munge_socket}",
-            f"--key-file={key}",
-            f"--log-file={folder}/munged.log",
-            f"--pid-file={folder}/munged.pid",
-            f"--seed-file={folder}/munged.seed",
-        )
-        stack.callback(stop, munged)
-        if not wait_until(munge_socket.exists, 20, [munged]):
-            raise SlurmFailed(f"munged did not start:\n{tail(folder)}")
+    def all_idle():
+        states = output(["sinfo", "--noheader", "--Node", "--format=%T"], environment)
+        return states.split() == ["idle"] * len(NODES)
 
-        def all_idle():
-            states = output(
-                ["sinfo", "--noheader", "--Node", "--format=%T"], environment, seconds=5
-            )
-            return states.split() == ["idle"] * len(NODES)
-
+    try:
+        (folder / "munge.key").touch(mode=0o600)
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        names = {"socket": "socket", "key-file": "key", "log-file": "log", "pid-file": "pid"}
+        names |= {"seed-file": "seed"}
+        options = [f"--{option}={folder}/munge.{name}" for option, name in names.items()]
+        start("munged", "--foreground", "--force", *options)
+        wait_until((folder / "munge.socket").exists, 60, daemons)
         for _ in range(3):  # another process may have taken one of the free ports meanwhile
             write_configuration(folder, environment, settings)
-            attempt = stack.enter_context(contextlib.ExitStack())
-            daemons = [munged]
-            for name, *options in [
-                ["slurmctld", "-D"],
-                *(["slurmd", "-D", "-N", node] for node in NODES),
-            ]:
-                daemons.append(daemon(name, *options))
-                attempt.callback(stop, daemons[-1])
+            start("slurmctld", "-D")
+            for node in NODES:
+                start("slurmd", "-D", "-N", node)
             if wait_until(all_idle, 60, daemons):
                 break
-            attempt.close()
+            for daemon in daemons[1:]:
+                daemon.kill()
+                daemon.wait()
+            del daemons[1:]
         else:
-            raise SlurmFailed(f"Slurm did not start:\n{tail(folder)}")
-        try:
-            yield environment
-        finally:
-            cancel_jobs(environment)
-            end_all(folder)
+            logs = "".join(log.read_text(errors="replace")[-2000:] for log in folder.glob("*.log"))
+            raise RuntimeError(f"Slurm did not start:\n{logs}")
+        yield environment
+    finally:
+        end_all(folder, environment)
+        for daemon in daemons:
+            daemon.wait()
+        shutil.rmtree(folder)

@@ -5,4 +5,4 @@ import os
 import sys
 
 if sys.argv[0].endswith("train-llm.py"):
-    sys.argv += os.environ.get("COURSE_SMALL", "--max-steps 2 --eval-sequences 4").split()
+    sys.argv += os.environ.get("COURSE_SMALL", "--max-steps 2 --eval-sequences 4 -s 64").split()

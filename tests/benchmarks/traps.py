@@ -875,6 +875,7 @@ def main(names):
     if names == ["all"]:
         names = [name for name in TRAPS if name != "join"]
     torch.set_num_threads(1)
+    MEASURED.mkdir(exist_ok=True)
     for name in names:
         with contextlib.redirect_stdout(sys.stderr):  # what the stages say
             text = table(*TRAPS[name]())

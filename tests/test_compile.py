@@ -148,10 +148,9 @@ PEAK = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024"
 @pytest.mark.slow
 def test_an_evaluation_is_not_the_peak_of_memory(tmp_path):
     """Its logits take 4 bytes a token and entry of the vocabulary, as in training, and not the 10
-    that a loss takes that is not compiled. Measured in MiB, with 65,536 entries."""
-    LlamaConfig(**SIZES | {"vocab_size": 65536, "max_position_embeddings": 256}).save_pretrained(
-        tmp_path / "m"
-    )
+    that a loss takes that is not compiled. Measured in MiB, with 32,768 entries."""
+    sizes = {"vocab_size": 32768, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    LlamaConfig(**SIZES | sizes).save_pretrained(tmp_path / "m")
     flags = ("-m", tmp_path / "m", "-s", 256, "-b", 8, "--global-batch-size", 8, "--dtype", "bf16")
     flags += ("--max-steps", 3, "--eval-sequences", 8, "--compile")
     place = "    # Export the model for"
@@ -165,7 +164,7 @@ def test_an_evaluation_is_not_the_peak_of_memory(tmp_path):
         path = mutant(tmp_path / name, "01-single-gpu", *edits)
         out = run("01-single-gpu", 1, *flags, path=path, launched=True).out
         peaks[name] = [float(word) for word in out.split("peaks ")[1].split()[:2]]
-    one_logit = 8 * 256 * 65536 / 2**20
+    one_logit = 8 * 256 * 32768 / 2**20
     assert peaks["compiled"][1] - peaks["compiled"][0] < one_logit
     assert peaks["eager"][1] - peaks["eager"][0] > 3 * one_logit
     print(peaks)

@@ -92,7 +92,7 @@ def slurm(tmp_path):
 def test_slurm_requeues_a_run_until_it_is_finished(slurm, curve, tmp_path):
     """Two nodes. A requeue and a warning before the time limit: no step is lost, and the run goes
     on by itself. Its end is the job's."""
-    steps = 400
+    steps = 250
     job = slurm(steps)
     job.advance(20)
     job.slurm("scontrol", "requeue", job.id)
@@ -166,7 +166,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         folder = ROOT / "05-multinode"
         command = [sys.executable, folder / "submit.py", folder / "train-llm.py", "-e", "a"]
         command += ["--nodes", 2, "--logs", tmp_path / "logs", "--save-dir", tmp_path]
-        command += [*ALONE, "--compression", "none", "--max-steps", 200, "--lr", "1e-3,5e-4"]
+        command += [*ALONE, "--compression", "none", "--max-steps", 120, "--lr", "1e-3,5e-4"]
         done = subprocess.run(
             [str(w) for w in command], env=variables, capture_output=True, text=True
         )
@@ -190,11 +190,11 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         wait_until(completed, "the end of both jobs")
         assert "resumed from" in logs()
     for (_, name), lr in zip(jobs, ("1e-3", "5e-4"), strict=True):
-        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 200, "--lr", lr)
+        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 120, "--lr", lr)
         seen = metrics(tmp_path / name)
-        assert list(seen) == list(range(1, 201))
-        assert_same_curve(whole, seen, range(1, 151), rel_norm=1e-3)
-        assert seen[200]["elastic/world_size"] == 2
-    assert (seen[200]["elastic/restarts"], seen[200]["elastic/steps_lost"]) == (0, 0)
-    preempted = metrics(tmp_path / "a-1e-3")[200]
+        assert list(seen) == list(range(1, 121))
+        assert_same_curve(whole, seen, seen, rel_norm=1e-3)
+        assert seen[120]["elastic/world_size"] == 2
+    assert (seen[120]["elastic/restarts"], seen[120]["elastic/steps_lost"]) == (0, 0)
+    preempted = metrics(tmp_path / "a-1e-3")[120]
     assert (preempted["elastic/restarts"], preempted["elastic/steps_lost"]) == (1, 0)

@@ -30,7 +30,7 @@ CHAPTERS = [f"{stage}/README.md" for stage in STAGES]
 DEEPER = [f"{stage}/deeper.md" for stage in STAGES if (ROOT / stage / "deeper.md").exists()]
 MEASUREMENTS = "outputs/measured/README.md"
 GLOSSARY = "GLOSSARY.md"
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "outputs/README.md", MEASUREMENTS, GLOSSARY]
+DOCUMENTS = ["README.md", "GUIDE.md", "CONTRIBUTING.md", "outputs/README.md", MEASUREMENTS, GLOSSARY]
 DOCUMENTS += [*CHAPTERS, *DEEPER]
 TOYS = {stage: ROOT / stage / "toy.py" for stage in STAGES}
 TOYS["01-single-gpu"] = ROOT / "01-single-gpu" / "skeleton.py"
@@ -104,10 +104,10 @@ def programs():
         yield bin
 
 
-# Each block of the README stands alone. The blocks of a chapter are run in order, by one test.
-BLOCKS = [("README.md", [n]) for n in range(len(fences(TEXTS["README.md"], "bash run")))]
-BLOCKS += [(name, list(range(len(fences(TEXTS[name], "bash run"))))) for name in CHAPTERS]
-BLOCKS += [(name, list(range(len(fences(TEXTS[name], "bash run"))))) for name in DEEPER]
+# Each block of these two stands alone. The blocks of a chapter are run in order, by one test.
+ALONE = ("README.md", "GUIDE.md")
+BLOCKS = [(name, [n]) for name in ALONE for n in range(len(fences(TEXTS[name], "bash run")))]
+BLOCKS += [(name, list(range(len(fences(TEXTS[name], "bash run"))))) for name in CHAPTERS + DEEPER]
 
 
 @pytest.mark.slow
@@ -155,10 +155,12 @@ def wrong_quotes(name, text):
     for block in fences(text, "diff"):
         if places(block, diff) is None:
             problems.append(f"{name}: not so in the diff:\n{block}")
-    sources = [script(stage), TOYS[stage]] if stage else []
+    sources = [script(stage), TOYS[stage]] if stage else [script(STAGES[0])]
     sources += [ROOT / "logs_and_checkpoints.py"]
     sources = [path.read_text().splitlines() for path in sources]
-    for block in fences(text, "python") if stage else []:
+    for block in fences(text, "python"):
+        if not stage and not block.startswith(" "):  # a program of its own
+            continue
         if all(places(block, lines) is None for lines in sources):
             problems.append(f"{name}: not so in the scripts:\n{block}")
     return problems

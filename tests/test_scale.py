@@ -105,5 +105,5 @@ def test_the_readmes_line_for_a_card_of_24_gb():
     ]
     gigabytes = [round(part / 1e9, 1) for part in parts]
     row = "| " + " | ".join(map(str, [*gigabytes, round(sum(gigabytes), 1)])) + " |"
-    assert row in (ROOT / "README.md").read_text()
+    assert row in (ROOT / "GUIDE.md").read_text()
     assert sum(parts) < 0.75 * 24e9

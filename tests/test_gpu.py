@@ -1,8 +1,11 @@
 """What needs a CUDA device. On a machine without one these tests are skipped."""
 
+import signal
+
 import pytest
 import torch
 from conftest import SMALL, assert_same_curve, load, metrics, mutant, run, script
+from nodes import FLAGS, INTERVAL, job, last_step, named, restarts, wait_until
 from transformers import LlamaConfig
 
 pytestmark = [
@@ -132,3 +135,53 @@ def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path):
     run("02-ddp", 1, *named, "--max-steps", "8")
     assert list(metrics(tmp_path / "a")) == list(range(1, 9))
     assert script("01-single-gpu").exists()
+
+
+# What no test on CPUs reaches: NCCL.
+
+NUMBER = torch.cuda.device_count()
+two_gpus = pytest.mark.skipif(NUMBER < 2, reason="there are no two CUDA devices here")
+TWO = [("02-ddp", ()), ("03-fsdp", ()), ("04-compression", ("--shard-size", 1))]
+TWO += [("04-compression", ("--shard-size", 2)), ("05-multinode", ("--shard-size", 1))]
+TWO += [("07-tensor-parallel", ("--tensor-size", 2)), ("08-pipeline-parallel", ("--stages", 2))]
+
+
+@two_gpus
+@pytest.mark.law1
+@pytest.mark.parametrize(("stage", "flags"), TWO)
+def test_two_gpus_give_the_curve_of_one(stage, flags, curve):
+    """With four of them, meshes of 2 × 2."""
+    if "--shard-size" in flags:
+        flags += ("--compression", "none")
+    one = curve("01-single-gpu", 1, *FEW, "--dtype", "fp32")
+    two = curve(stage, NUMBER, *FEW, "--dtype", "fp32", *flags)
+    assert_same_curve(one, two, range(1, 21), rel_loss=1e-4, rel_norm=1e-2)
+
+
+@two_gpus
+@pytest.mark.parametrize("compression", ["dct", "int8"])
+def test_two_gpus_send_compressed_gradients(compression, curve):
+    few = (*FEW, "--shard-size", 1)
+    dense = curve("04-compression", NUMBER, *few, "--compression", "none")
+    sent = curve("04-compression", NUMBER, *few, "--compression", compression)
+    assert sent[20]["comm/bytes_per_step"] < 0.6 * dense[20]["comm/bytes_per_step"]
+    assert sent[20]["train/loss"] == pytest.approx(dense[20]["train/loss"], rel=0.1)
+
+
+@two_gpus
+@pytest.mark.law4
+def test_two_gpus_go_on_when_a_worker_is_killed(curve, tmp_path):
+    """From a checkpoint that was written beside the steps."""
+    with job(tmp_path, processes=2, NNODES="1", MAX_RESTARTS="1") as start_node:
+        node = start_node("A", *named(tmp_path), "--shard-size", 1)
+        wait_until(lambda: last_step(tmp_path / "a") > INTERVAL + 5, "some steps", [node])
+        node.workers()[1].kill()
+        wait_until(lambda: restarts(node), "a restart", [node])
+        wait_until(lambda: last_step(tmp_path / "a") > 2 * INTERVAL + 5, "more steps", [node])
+        node.signal(signal.SIGTERM)
+        assert node.wait() != 0
+    seen = metrics(tmp_path / "a")
+    assert list(seen) == list(range(1, last_step(tmp_path / "a") + 1))
+    flags = FLAGS[: FLAGS.index("--compression")]  # those of stage 01
+    one = curve("01-single-gpu", 1, *flags, "--max-steps", 2 * INTERVAL)
+    assert_same_curve(one, seen, one, rel_loss=1e-3, rel_norm=1e-1)

@@ -88,21 +88,9 @@ def test_the_readmes_line_for_a_card_of_24_gb():
         head_dim=128,
         tie_word_embeddings=True,
     )
-    with torch.device("meta"):
-        n = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+    n, _ = scale.parameters(config)
     assert round(n / 1e6) == 596
-    tokens = 8 * 1024  # the default micro-batch
-    width = config.num_attention_heads * config.head_dim
-    kv_width = config.num_key_value_heads * config.head_dim
-    block = 30 * width + 4 * kv_width + 8 * config.intermediate_size
-    block += 4 * config.num_attention_heads + 8
-    parts = [
-        16 * n,
-        2 * n,
-        4 * config.vocab_size * tokens,
-        config.num_hidden_layers * 4 * config.hidden_size * tokens,
-        block * tokens,
-    ]
+    parts = scale.one_device(config, 8 * 1024, checkpointing=True)  # the default micro-batch
     gigabytes = [round(part / 1e9, 1) for part in parts]
     row = "| " + " | ".join(map(str, [*gigabytes, round(sum(gigabytes), 1)])) + " |"
     assert row in (ROOT / "GUIDE.md").read_text()

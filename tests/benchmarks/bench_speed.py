@@ -43,6 +43,9 @@ GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
 LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
 LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
+QWEN_06B = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072}
+QWEN_06B |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+QWEN_06B |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 # 264 M parameters, 1.06 GB in fp32, of which the tables of the vocabulary are a quarter.
 GIGABYTE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
 GIGABYTE |= {"num_attention_heads": 16, "vocab_size": 32000}
@@ -55,8 +58,8 @@ MODELS = {
 }
 if GPU:
     MODELS = {
-        "Llama-3.2-1B, 2048 tokens": (LLAMA_1B, 2048, 8, 16, 15, 5),
-        "Llama-3.2-1B, 4096 tokens": (LLAMA_1B, 4096, 4, 8, 15, 5),
+        "Llama-3.2-1B, 2048 tokens": (LLAMA_1B, 2048, 4, 16, 15, 5),
+        "Qwen3-0.6B, 2048 tokens": (QWEN_06B, 2048, 4, 16, 15, 5),
         "GPT-2, 124 M": (GPT2, 1024, 16, 64, 30, 10),
     }
 

@@ -21,6 +21,8 @@ on one machine, contenders in turn.
     scale       memory, traffic and time of large models, on paper
     all         all of the above, two hours
     loss        final loss of each way to compress gradients, two hours
+    gpu         speed, MFU and memory on one GPU (gpu.sh)
+    gpu-2       on all GPUs, two at least (gpu-2.sh)
 
 `pip install -e '.[test,bench]'` brings the peers. `wire` and `link` need Linux, root, and `ip` and
 `tc` (Debian: iproute2), `accumulation`, `tensor` and `pipeline` Linux and `ip`.
@@ -34,6 +36,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
 
 import bench_compression
+import bench_gpu
 import bench_paper
 import bench_speed
 from bench_common import MEASURED, STAGE_01
@@ -57,7 +60,7 @@ def worker(stage, patch, flags):
 
 def everything():
     for name, command in COMMANDS.items():
-        if name not in ("all", "loss"):
+        if name not in ("all", "loss", "gpu", "gpu-2"):
             print(f"## {name}", flush=True)
             sys.argv[1] = name
             command()
@@ -79,8 +82,10 @@ COMMANDS = {
     "encode": bench_compression.encode,
     "link": bench_compression.link,
     "scale": bench_paper.on_paper,
-    "loss": bench_compression.loss,
     "all": everything,
+    "loss": bench_compression.loss,
+    "gpu": bench_gpu.gpu,
+    "gpu-2": bench_gpu.all_gpus,
 }
 
 if __name__ == "__main__":

@@ -67,6 +67,20 @@ def activation_bytes(config, c=2, ranks=1):
     return inputs + (norms + attention + mlp) / ranks
 
 
+def one_device(config, tokens, checkpointing=False, compiled=True):
+    """Bytes of stage 01 in bf16 by autocast, with micro-batches of so many tokens: state, bf16
+    copies of the weights, logits, activations between the blocks, and within them. Chapter 01."""
+    n, _ = parameters(config)
+    width = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    block = 30 * width + 4 * kv + 8 * config.intermediate_size + 4 * config.num_attention_heads + 8
+    layers = config.num_hidden_layers
+    parts = [16 * n, 2 * n, (4 if compiled else 12) * config.vocab_size * tokens]
+    if checkpointing:
+        return [*parts, layers * 4 * config.hidden_size * tokens, block * tokens]
+    return [*parts, 0, layers * block * tokens]
+
+
 def logit_bytes(config):
     """Per token, with a compiled loss: logits and their gradient in bf16."""
     return 4 * config.vocab_size

@@ -1,0 +1,89 @@
+"""GPUs: tokens per second, MFU and peak memory of the stages, on models with random weights.
+
+gpu.sh and gpu-2.sh call these within ten minutes. So the table is written after each run, those
+that matter most come first, and no run begins when the time is nearly over."""
+
+import importlib.util
+import sys
+import tempfile
+import time
+
+import scale
+import torch
+import transformers
+from bench_common import (
+    STAGE_01,
+    STAGE_02,
+    STAGE_03,
+    STAGE_04,
+    STAGE_07,
+    STAGE_08,
+    report,
+)
+from bench_speed import run_stage, setting
+
+SECONDS = 420  # after which no run begins
+LLAMA, QWEN = "Llama-3.2-1B, 2048 tokens", "Qwen3-0.6B, 2048 tokens"
+ON_ONE = [
+    (LLAMA, STAGE_01, "--compile"),
+    (LLAMA, STAGE_01, "--no-compile"),
+    (LLAMA, STAGE_01, "--activation-checkpointing"),
+    (QWEN, STAGE_01, "--compile"),
+    (LLAMA, STAGE_02, ""),
+    (LLAMA, STAGE_03, ""),
+    (LLAMA, STAGE_04, "--compression none"),
+    (QWEN, STAGE_01, "--no-compile"),
+    (QWEN, STAGE_01, "--activation-checkpointing"),
+]
+if importlib.util.find_spec("flash_attn"):
+    ON_ONE.insert(2, (LLAMA, STAGE_01, "--attn flash_attention_2"))
+ON_ALL = [
+    (LLAMA, STAGE_02, ""),
+    (LLAMA, STAGE_03, ""),
+    (LLAMA, STAGE_03, "--no-reshard-after-forward"),
+    (LLAMA, STAGE_04, "--compression none --shard-size 1"),
+    (LLAMA, STAGE_04, "--compression int8 --shard-size 1"),
+    (LLAMA, STAGE_07, "--tensor-size 2"),
+    (LLAMA, STAGE_08, "--stages 2"),
+]
+
+
+def gpu():
+    """The stages with one process, and the memory of 01 against chapter 01's formulas."""
+    measure("gpu", ON_ONE, 1)
+
+
+def all_gpus():
+    """The stages with a process on each GPU, against stage 01 on one of them."""
+    number = torch.cuda.device_count()
+    if number < 2:
+        sys.exit("benchmark.py: error: gpu-2 needs two GPUs")
+    measure("gpu-2", ON_ALL, number, [(LLAMA, STAGE_01, "")])
+
+
+def measure(name, runs, processes, on_one=()):
+    end, rows, speed_of_one = time.monotonic() + SECONDS, [], {}
+    for run in [*on_one, *runs]:
+        model, stage, flags = run
+        if time.monotonic() > end:
+            print(f"no time is left for {run}", flush=True)
+            continue
+        number = 1 if run in on_one else processes
+        with tempfile.TemporaryDirectory() as folder:
+            how = setting(folder, model)
+            result = run_stage(how, stage, number, *flags.split())
+            config = transformers.AutoConfig.from_pretrained(how["model"])
+        speed = result["tokens_per_second"]
+        one = speed_of_one.setdefault(model, speed)  # the first run of a model
+        row = [model, stage, flags, number, f"{speed:,.0f}", f"{speed / one / number:.2f}"]
+        row.append(f"{result['throughput/mfu']:.1%}" if "throughput/mfu" in result else "–")
+        row.append(f"{result['memory/peak_allocated_gb']:.1f}")
+        formula = "–"
+        if stage == STAGE_01:
+            tokens = how["batch_size"] * how["seq_length"]
+            checkpointing = "--activation-checkpointing" in flags
+            parts = scale.one_device(config, tokens, checkpointing, "--no-compile" not in flags)
+            formula = f"{sum(parts) / 1e9:.1f}"
+        rows.append([*row, formula])
+        head = ["model", "stage", "flags", "GPUs", "tokens/s", "a GPU, the first row = 1", "MFU"]
+        report(name, [*head, "peak, GB", "by chapter 01's formula, GB"], rows)

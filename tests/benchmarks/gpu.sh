@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# What a machine with a GPU can tell, in calls of at most ten minutes each:
+#
+#   bash tests/benchmarks/gpu.sh test       pytest -m gpu
+#   bash tests/benchmarks/gpu.sh measure    speed, MFU and peak memory of the stages
+#
+# Each ends with a file in $OUT, by default outputs/measured: gpu-test.txt, gpu.md. On a machine
+# without a network, the packages that are missing there go as wheels into the folder .wheels.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+export OUT=${OUT:-outputs/measured} PYTHONUNBUFFERED=1
+export MEASURED=$OUT
+if [ -d .wheels ]; then
+  python3 -m pip install -q --no-index --no-deps --upgrade --target /tmp/wheels .wheels/*.whl
+  export PYTHONPATH=/tmp/wheels${PYTHONPATH:+:$PYTHONPATH}
+fi
+
+case ${1:-} in
+  test)  # several at once: none needs more than a tenth of the GPU's memory
+    python3 -m pytest -m gpu -k "not two_gpus" -n 6 --durations=10 | tee "$OUT/gpu-test.txt"
+    ;;
+  measure)
+    python3 tests/benchmarks/benchmark.py gpu
+    ;;
+  test-2)
+    python3 -m pytest -m gpu -k two_gpus -n 0 --durations=10 | tee "$OUT/gpu-2-test.txt"
+    ;;
+  measure-2)
+    python3 tests/benchmarks/benchmark.py gpu-2
+    ;;
+  *)
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    exit 2
+    ;;
+esac

@@ -154,9 +154,13 @@ def draw(runs, path):
     loss.set(title="train/loss", xlabel="step", ylabel="nats per token")
 
     bars(rate, names, [row["tokens/s"] for row in rows], colors, "tokens/s", ",.0f")
-    peaks = [row["peak memory, GB"] for row in rows]
-    bars(memory, names, peaks, colors, "memory, GB (dark: state)", ".2f")
-    memory.barh(names, [row["state, GB"] for row in rows], color="black", alpha=0.5, height=0.4)
+    states = [row["state, GB"] for row in rows]
+    if any(is_on_cpu(steps[-1]) for steps in runs.values()):
+        bars(memory, names, [1000 * x for x in states], colors, "state of a process, MB", ",.1f")
+    else:
+        peaks = [row["peak memory, GB"] for row in rows]
+        bars(memory, names, peaks, colors, "memory, GB (dark: state)", ".2f")
+        memory.barh(names, states, color="black", alpha=0.5, height=0.4)
     megabytes = [row["sent per step, MB"] for row in rows]
     bars(sent, names, megabytes, colors, "gradients sent per step, MB", ",.2f")
 
@@ -184,6 +188,11 @@ def draw(runs, path):
     except (OSError, ValueError) as error:
         fail(f"--picture {path}: {error}")
     print(f"picture: {path}")
+
+
+def is_on_cpu(step):
+    """Whether the memory that was logged is that of the whole process, most of it Python's."""
+    return step["memory/peak_allocated_gb"] == step.get("memory/peak_reserved_gb")
 
 
 def bars(axis, names, numbers, colors, title, form):

@@ -349,7 +349,7 @@ def main(args):
 def share_of_rank(indices, group):
     """Returns this rank's part of `indices`, and how many of its entries count.
 
-    The passes of a micro-batch contain collectives, for which all ranks wait. So every rank needs
+    The passes of a step contain collectives, for which all ranks wait. So every rank needs
     the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
     one less repeat a sequence that does not count: all its targets are -100, without a loss."""
     rank, num_shares = dist.get_rank(group), dist.get_world_size(group)

@@ -226,8 +226,8 @@ def main(args):
     # parameters of a block from its row before its forward pass, frees them after it, and gathers
     # them again for its backward pass. Then it averages the gradients of the block over the row,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
-    # gradients of a few blocks at a time. What is in no block, the embeddings and the last norm,
-    # belongs to the model itself, the root module, which is therefore the last one in the loop.
+    # gradients of a few blocks at a time. What is in no block, such as the embeddings, belongs to
+    # the model itself, the root module, which is therefore the last one in the loop.
     #
     # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
     # gradients are averaged in fp32. The loss is computed in fp32, as before.
@@ -507,7 +507,7 @@ def to_int8(chunks):
 def share_of_rank(indices, group):
     """Returns this rank's part of `indices`, and how many of its entries count.
 
-    The passes of a micro-batch contain collectives, for which all ranks wait. So every rank needs
+    The passes of a step contain collectives, for which all ranks wait. So every rank needs
     the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
     one less repeat a sequence that does not count: all its targets are -100, without a loss."""
     rank, num_shares = dist.get_rank(group), dist.get_world_size(group)

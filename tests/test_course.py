@@ -152,7 +152,7 @@ def places(block, lines, start=0):
 def wrong_quotes(name, text):
     """Lines in ```diff and ```python blocks that are not those of the chapter's stage."""
     stage, problems = stage_of(name), []
-    diff = full_diff(BELOW[stage], stage) if stage in BELOW else []
+    diff = full_diff(BELOW[stage], stage) if stage in BELOW else full_diff(*PAIRS[0])
     for block in fences(text, "diff"):
         if places(block, diff) is None:
             problems.append(f"{name}: not so in the diff:\n{block}")

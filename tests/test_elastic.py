@@ -261,8 +261,6 @@ def test_a_full_disk_beside_the_steps(curve, tmp_path):
             step = 2 * INTERVAL + 2
             wait_until(lambda: f"step{step:6}/" in again.said(), f"step {step}", [again])
             assert f"resumed from {tmp_path}/disk/a/step-{2 * INTERVAL:08d}" in again.said()
-            again.signal(signal.SIGTERM)
-            again.wait()
         assert_the_curve(tmp_path / "disk", curve)
     finally:
         subprocess.run(["umount", str(tmp_path / "disk")], check=True)

@@ -92,11 +92,11 @@ def slurm(tmp_path):
 def test_slurm_requeues_a_run_until_it_is_finished(slurm, curve, tmp_path):
     """Two nodes. A requeue and a warning before the time limit: no step is lost, and the run goes
     on by itself. Its end is the job's."""
-    steps = 250
+    steps = 100
     job = slurm(steps)
-    job.advance(20)
+    job.advance(10)
     job.slurm("scontrol", "requeue", job.id)
-    job.advance(20)
+    job.advance(10)
     job.slurm("scancel", "--batch", "--signal=USR1", job.id)
     ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
     wait_until(lambda: job.state() in ended, "the end of the job")
@@ -166,7 +166,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         folder = ROOT / "05-multinode"
         command = [sys.executable, folder / "submit.py", folder / "train-llm.py", "-e", "a"]
         command += ["--nodes", 2, "--logs", tmp_path / "logs", "--save-dir", tmp_path]
-        command += [*ALONE, "--compression", "none", "--max-steps", 120, "--lr", "1e-3,5e-4"]
+        command += [*ALONE, "--compression", "none", "--max-steps", 60, "--lr", "1e-3,5e-4"]
         done = subprocess.run(
             [str(w) for w in command], env=variables, capture_output=True, text=True
         )
@@ -180,7 +180,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         def logs():
             return "".join(path.read_text() for path in (tmp_path / "logs").glob("*_log.*"))
 
-        wait_until(lambda: last_step(tmp_path / "a-1e-3") >= 30, "30 steps")
+        wait_until(lambda: last_step(tmp_path / "a-1e-3") >= 10, "10 steps")
         slurm("scancel", "--signal=USR2", jobs[0][0])
 
         def completed():
@@ -190,11 +190,11 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         wait_until(completed, "the end of both jobs")
         assert "resumed from" in logs()
     for (_, name), lr in zip(jobs, ("1e-3", "5e-4"), strict=True):
-        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 120, "--lr", lr)
+        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 60, "--lr", lr)
         seen = metrics(tmp_path / name)
-        assert list(seen) == list(range(1, 121))
+        assert list(seen) == list(range(1, 61))
         assert_same_curve(whole, seen, seen, rel_norm=1e-3)
-        assert seen[120]["elastic/world_size"] == 2
-    assert (seen[120]["elastic/restarts"], seen[120]["elastic/steps_lost"]) == (0, 0)
-    preempted = metrics(tmp_path / "a-1e-3")[120]
+        assert seen[60]["elastic/world_size"] == 2
+    assert (seen[60]["elastic/restarts"], seen[60]["elastic/steps_lost"]) == (0, 0)
+    preempted = metrics(tmp_path / "a-1e-3")[60]
     assert (preempted["elastic/restarts"], preempted["elastic/steps_lost"]) == (1, 0)

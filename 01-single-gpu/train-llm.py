@@ -175,7 +175,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
-    # experiment. Everything else may change: hardware, other flags, and the stage of this course.
+    # experiment. Everything else may change: hardware, other flags, and the stage (but for 06).
     resumed = {"step": 0}
     if run_dir:
         resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))

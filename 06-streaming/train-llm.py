@@ -91,7 +91,7 @@ CHUNK_LENGTH = 256
 # About every twentieth document is held out. The first ones, so many, are for the evaluation.
 NUM_HELD_OUT = 256
 # What to do if there are too few documents.
-MORE_DOCUMENTS = "cut a text into more: split -n l/64 --additional-suffix=.txt TEXT FOLDER/"
+MORE_DOCUMENTS = "cut a text into more: split -n l/640 -a 3 --additional-suffix=.txt TEXT FOLDER/"
 
 
 @record  # torchrun shows the traceback of the process that failed first
@@ -199,8 +199,8 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # The model may be too large for one GPU. So rank 0 alone loads it, in the memory of the CPU.
-    # The others build it on the meta device, where tensors have a shape but no storage.
+    # The model may be too large for one GPU, and for the CPU if all ranks load it. So rank 0 alone
+    # does. The others build it on the meta device, where tensors have a shape but no storage.
     is_rank_0 = dist.get_rank() == 0
     with torch.device("cpu" if is_rank_0 else "meta"):
         model = load_model(config, weights if is_rank_0 else None, args.attn, args.seed)
@@ -290,7 +290,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
-    # experiment. Everything else may change: hardware, other flags, and the stage of this course.
+    # experiment. Everything else may change: hardware, other flags, and the stage (but for 06).
     resumed = {"step": 0}
     if run_dir:
         resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
@@ -852,6 +852,8 @@ def load_data(args, config, tokenizer):
 
     documents = splits["train"]
     column = choose_column(args, list(next(iter(documents), {})))
+    if column == "input_ids":
+        fail(f"--dataset-name {args.dataset_name}: has tokens, and this stage reads texts; use 05")
     documents = documents.filter(bool, input_columns=column)  # no empty texts
     if not 2 <= seq_length <= longest:
         fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")

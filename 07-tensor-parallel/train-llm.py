@@ -213,8 +213,8 @@ def main(args):
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # most updates would be rounded away.
-    # The model may be too large for one GPU. So rank 0 alone loads it, in the memory of the CPU.
-    # The others build it on the meta device, where tensors have a shape but no storage.
+    # The model may be too large for one GPU, and for the CPU if all ranks load it. So rank 0 alone
+    # does. The others build it on the meta device, where tensors have a shape but no storage.
     is_rank_0 = dist.get_rank() == 0
     with torch.device("cpu" if is_rank_0 else "meta"):
         model = load_model(config, weights if is_rank_0 else None, args.attn, args.seed)
@@ -303,7 +303,7 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
-    # experiment. Everything else may change: hardware, other flags, and the stage of this course.
+    # experiment. Everything else may change: hardware, other flags, and the stage (but for 06).
     resumed = {"step": 0}
     if run_dir:
         resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))

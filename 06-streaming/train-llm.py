@@ -852,8 +852,6 @@ def load_data(args, config, tokenizer):
 
     documents = splits["train"]
     column = choose_column(args, list(next(iter(documents), {})))
-    if column == "input_ids":
-        fail(f"--dataset-name {args.dataset_name}: has tokens, and this stage reads texts; use 05")
     documents = documents.filter(bool, input_columns=column)  # no empty texts
     if not 2 <= seq_length <= longest:
         fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")

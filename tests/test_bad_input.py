@@ -178,13 +178,6 @@ def test_stages_that_need_torchrun_say_so(stage):
     assert result.errors[0].startswith("train-llm.py: error: this stage needs torchrun")
 
 
-def test_the_stage_that_tokenizes_refuses_tokens(inputs):
-    result = run("06-streaming", 1, "-d", "ids.jsonl", cwd=inputs, check=False)
-    assert result.returncode != 0
-    said = "--dataset-name ids.jsonl: has tokens, and this stage reads texts; use 05"
-    assert result.errors == [f"train-llm.py: error: {said}"]
-
-
 def test_stage_01_refuses_several_processes():
     result = finish(fork(ROOT / "01-single-gpu" / "train-llm.py", 2))
     assert result.returncode != 0

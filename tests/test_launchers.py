@@ -166,7 +166,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         folder = ROOT / "05-multinode"
         command = [sys.executable, folder / "submit.py", folder / "train-llm.py", "-e", "a"]
         command += ["--nodes", 2, "--logs", tmp_path / "logs", "--save-dir", tmp_path]
-        command += [*ALONE, "--compression", "none", "--max-steps", 60, "--lr", "1e-3,5e-4"]
+        command += [*ALONE, "--compression", "none", "--max-steps", 100, "--lr", "1e-3,5e-4"]
         done = subprocess.run(
             [str(w) for w in command], env=variables, capture_output=True, text=True
         )
@@ -190,11 +190,11 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         wait_until(completed, "the end of both jobs")
         assert "resumed from" in logs()
     for (_, name), lr in zip(jobs, ("1e-3", "5e-4"), strict=True):
-        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 60, "--lr", lr)
+        whole = curve("01-single-gpu", 1, *ALONE, "--max-steps", 100, "--lr", lr)
         seen = metrics(tmp_path / name)
-        assert list(seen) == list(range(1, 61))
+        assert list(seen) == list(range(1, 101))
         assert_same_curve(whole, seen, seen, rel_norm=1e-3)
-        assert seen[60]["elastic/world_size"] == 2
-    assert (seen[60]["elastic/restarts"], seen[60]["elastic/steps_lost"]) == (0, 0)
-    preempted = metrics(tmp_path / "a-1e-3")[60]
+        assert seen[100]["elastic/world_size"] == 2
+    assert (seen[100]["elastic/restarts"], seen[100]["elastic/steps_lost"]) == (0, 0)
+    preempted = metrics(tmp_path / "a-1e-3")[100]
     assert (preempted["elastic/restarts"], preempted["elastic/steps_lost"]) == (1, 0)

@@ -177,7 +177,7 @@ def main(args):
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Before that, it is divided into equal shares, one for each rank of the data group. So the
+    # Before that, it is divided into shares, one for each rank of the data group. So the
     # number of ranks does not change what a step trains on.
     sequences_per_share = math.ceil(args.global_batch_size / num_shares)
     grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
@@ -193,7 +193,7 @@ def main(args):
     say(f"a pipeline stage is idle for {bubble:.0%} of a step, less with a smaller --batch-size")
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
-    # most updates would be rounded away.
+    # small updates would be rounded away.
     # The model may be too large for one GPU, and for the CPU if all ranks load it. So rank 0 alone
     # does. The others build it on the meta device, where tensors have a shape but no storage.
     is_rank_0 = dist.get_rank() == 0
@@ -265,14 +265,17 @@ def main(args):
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
     if args.lr is None:
-        args.lr = 2e-5 if weights else 1e-3
+        args.lr = 2e-5 if weights else 2e-3
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if weights else 0.1
+    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # what the moments keep in each step
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, args.lr, fused=True)
+    optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
 
     # Learning rate. The scheduler holds a function that maps a step to a factor of the learning
     # rate. We call that function ourselves, so that a resumed run needs to know the step only, and
@@ -421,7 +424,7 @@ def main(args):
             }
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
-        optimizer.zero_grad()  # frees the gradients, before more memory is needed below
+        optimizer.zero_grad()  # or the next step would add to the gradients; frees their memory
         log.lap("log")
 
         # Checkpoint: model and optimizer, and what else is needed to resume.
@@ -563,7 +566,7 @@ class PassThrough(torch.nn.Module):
 def share_of_rank(indices, group):
     """Returns this rank's part of `indices`, and how many of its entries count.
 
-    The passes of a step contain collectives, for which all ranks wait. So every rank needs
+    A backward pass may contain collectives, for which all ranks wait. So every rank gets
     the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
     one less repeat a sequence that does not count: all its targets are -100, without a loss."""
     rank, num_shares = dist.get_rank(group), dist.get_world_size(group)
@@ -1020,19 +1023,19 @@ def parse_args():
     add("--text-column", help="train on this column, None: input_ids or text")
     length_help = "tokens of a sequence, None: 1024, or the model's limit"
     add("-s", "--seq-length", type=int, help=length_help)
-    add("-b", "--batch-size", type=int, default=8, help="sequences of a micro-batch")
-    add("--global-batch-size", type=int, default=32, help="sequences of an optimizer step")
+    add("-b", "--batch-size", type=int, default=4, help="sequences of a micro-batch")
+    add("--global-batch-size", type=int, default=16, help="sequences of an optimizer step")
     add("--eval-freq", type=int, default=0, help="steps between evaluations, 0: only at the end")
     add("--eval-sequences", type=int, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--num-epochs", type=int, default=3, help="passes over the training data")
     add("--max-steps", type=int, help="end the run here, None: after --num-epochs")
-    add("--lr", type=float, help="learning rate, None: 1e-3, or 2e-5 with loaded weights")
+    add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
     schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
     add("--lr-scheduler", choices=schedulers.split(), default="cosine", help="shape of the curve")
     add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
-    add("--weight-decay", type=float, default=0.01, help="of matrices only")
+    add("--weight-decay", type=float, help="of matrices, None: 0.1, or 0.01 with loaded weights")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
 
     add = parser.add_argument_group("pipeline parallelism").add_argument

@@ -239,7 +239,7 @@ def test_flags_that_change_are_said(copy):
     flags = (*SAVING, *named(copy), "--max-steps", "14", "--lr", "5e-4", "-b", "2")
     out = run("01-single-gpu", 1, *flags, "--lr-scheduler", "constant").out
     changed = {line for line in out.splitlines() if " → " in line}
-    expected = {"--keep-checkpoints 9 → 2", "--max-steps 12 → 14", "--lr 0.001 → 0.0005"}
+    expected = {"--keep-checkpoints 9 → 2", "--max-steps 12 → 14", "--lr 0.002 → 0.0005"}
     expected |= {"--lr-scheduler cosine → constant", "--batch-size 4 → 2"}
     assert {line for line in changed if not line.startswith("--save-dir ")} == expected
     assert metrics(copy / "a")[14]["train/learning_rate"] == 5e-4

@@ -64,7 +64,7 @@ def test_a_compiled_loss_saves_memory(tmp_path, curve):
 
 
 def test_activation_checkpointing_saves_memory(curve):
-    flags = ("-s", "256", "-b", "32", "--max-steps", "3", "--log-freq", "1")
+    flags = ("-s", "256", "-b", "16", "--max-steps", "3", "--log-freq", "1")
     plain = curve("01-single-gpu", 1, *flags)[3]["memory/peak_allocated_gb"]
     assert (
         curve("01-single-gpu", 1, *flags, "--activation-checkpointing")[3][

@@ -146,7 +146,7 @@ def test_comet_holds_every_metric_and_parameter(offline):
             if message["type"] == "parameter_msg":
                 parameter = message["payload"]["param"]
                 parameters[parameter["paramName"]] = parameter["paramValue"]
-    assert parameters["lr"] == 1e-3
+    assert parameters["lr"] == 2e-3
     assert parameters["max_steps"] == 6
     assert parameters["total_steps"] == 6
     assert parameters["parameters"] == 664448

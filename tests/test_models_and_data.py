@@ -87,7 +87,7 @@ def test_lr_defaults_to_less_with_loaded_weights(pretrained, curve):
     loaded = curve("01-single-gpu", 1, *FEW, "-m", pretrained("llama"))
     scratch = curve("01-single-gpu", 1, *FEW, "-m", pretrained("llama"), "--from-scratch")
     assert loaded[1]["train/learning_rate"] == 2e-5
-    assert scratch[1]["train/learning_rate"] == 1e-3
+    assert scratch[1]["train/learning_rate"] == 2e-3
 
 
 def test_dropout_is_set_to_zero_and_said(tmp_path):

@@ -34,7 +34,7 @@ def test_the_curve_is_that_of_a_bare_loop(curve):
     vectors = [p for p in model.parameters() if p.ndim < 2]
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0}]
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
     def loss_of(rows):
         logits = model(rows).logits[:, :-1]
@@ -57,16 +57,16 @@ def test_the_curve_is_that_of_a_bare_loop(curve):
         assert logged[12]["eval/loss"] == pytest.approx(loss_of(held_out[:8]).item(), rel=1e-5)
 
 
-CUTS = [("01-single-gpu", 1, 2), ("02-ddp", 3, 2), ("03-fsdp", 4, 4), ("04-compression", 2, 8)]
-CUTS += [("05-multinode", 3, 4)]
+CUTS = [("01-single-gpu", 1, 2), ("02-ddp", 3, 1), ("03-fsdp", 4, 2), ("04-compression", 2, 8)]
+CUTS += [("05-multinode", 3, 2)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "processes", "batch_size"), CUTS)
 def test_fifty_steps(curve, stage, processes, batch_size):
-    """The default batch of 32 sequences in any cut. It does not divide by 3: one rank runs short,
-    and has a micro-batch without targets."""
-    flags = (*FIFTY, "-s", "32", "--eval-sequences", "8")
+    """The default batch of 16 sequences in any cut. It does not divide by 3: two ranks run short,
+    and in stage 02 they have a micro-batch without targets."""
+    flags = (*FIFTY, "-s", "64", "--eval-sequences", "8")
     cut = curve(stage, processes, *flags, "-b", batch_size)
     assert_same_curve(reference(curve, *flags), cut, range(1, 51))
 

@@ -216,17 +216,31 @@ def loss():
 
 
 def train(mode, seed, lr):
-    """One run of `loss`: its evaluation at the end and what it sent."""
+    """One run of `loss`: its evaluation at the end and what it sent. Betas and weight decay are
+    PyTorch's, as in all of loss.jsonl."""
     compression = MODES[mode][0]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
         model = write_model(Path(folder, "model"), **sizes)
         flags = ["-m", model, "-s", 64, "--global-batch-size", 8, "-b", 2]
         flags += ["--max-steps", 600, "--eval-sequences", 512, "--dtype", "fp32"]
-        flags += ["--device", "cpu", "--seed", seed, "--lr", lr, "-e", "run", "--save-dir", folder]
-        stage, patch = STAGE_02, "powersgd=16/60"
+        flags += [
+            "--device",
+            "cpu",
+            "--weight-decay",
+            0.01,
+            "--seed",
+            seed,
+            "--lr",
+            lr,
+            "-e",
+            "run",
+            "--save-dir",
+            folder,
+        ]
+        stage, patch = STAGE_02, "powersgd=16/60,pytorch_betas"
         if compression:
-            stage, patch = STAGE_04, None
+            stage, patch = STAGE_04, "pytorch_betas"
             flags += flags_of(compression)
         command = torchrun(["--standalone", "--nproc-per-node", 4], stage, patch, flags)
         run = subprocess.run(command, env=environment(), capture_output=True, text=True)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -34,8 +35,9 @@ from bench_common import (
     write_model,
 )
 from conftest import ROOT, metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-ROUNDS = 5
+ROUNDS = 3
 THREADS = str(os.cpu_count())
 LLAMA_25M = {"hidden_size": 512, "intermediate_size": 1344, "num_hidden_layers": 8}
 LLAMA_25M |= {"num_attention_heads": 8}
@@ -52,7 +54,7 @@ GIGABYTE |= {"num_attention_heads": 16, "vocab_size": 32000}
 TINY = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
 # Name: sizes, sequence length, micro-batch, global batch, steps, of which to warm up.
 MODELS = {
-    "tiny, 0.7 M": (TINY, 256, 8, 32, 30, 10),
+    "tiny, 0.7 M": (TINY, 256, 4, 16, 60, 20),
     "Llama, 25 M": (LLAMA_25M, 128, 4, 16, 6, 2),
     "GPT-2, 124 M": (GPT2, 128, 2, 4, 6, 2),
 }
@@ -81,12 +83,15 @@ def flags_of(how, name, folder):
 
 
 def result_of(how, run_dir):
-    """Tokens per second behind the warm-up, by what a run logged, and the losses logged."""
-    lines = metrics(run_dir).values()
-    ms = statistics.mean(x["time/total_ms"] for x in lines if x["step"] > how["warm"])
-    rate = 1000 * how["global_batch_size"] * how["seq_length"] / ms
-    last = list(lines)[-1]
-    return {"tokens_per_second": rate, "losses": {x["step"]: x["train/loss"] for x in lines}} | last
+    """Tokens per second after the warm-up, and what a run logged."""
+    lines = list(metrics(run_dir).values())
+    (board,) = Path(run_dir, "tensorboard").iterdir()
+    events = EventAccumulator(str(board)).Reload().Scalars("train/loss")
+    logged_at = {event.step: event.wall_time for event in events}
+    seconds = running_time(logged_at[how["warm"]], logged_at[how["steps"]])
+    tokens = how["global_batch_size"] * how["seq_length"] * (how["steps"] - how["warm"])
+    losses = {line["step"]: line["train/loss"] for line in lines}
+    return {"tokens_per_second": tokens / seconds, "losses": losses} | lines[-1]
 
 
 def run_stage(how, stage, processes, *more, patch=None):
@@ -96,8 +101,7 @@ def run_stage(how, stage, processes, *more, patch=None):
         command = torchrun(["--standalone", "--nproc-per-node", processes], stage, patch, flags)
         if stage == STAGE_01 and not patch:
             command = [sys.executable, str(ROOT / stage / "train-llm.py"), *flags]
-        threads = environment(OMP_NUM_THREADS=THREADS if processes == 1 else "1")
-        subprocess.run(command, env=threads, check=True, capture_output=True)
+        call(command, OMP_NUM_THREADS=THREADS if processes == 1 else "1")
         return result_of(how, Path(folder, "run"))
 
 
@@ -109,10 +113,9 @@ def run_side_by_side(how):
         for name in ("a", "b"):
             command = [sys.executable, str(ROOT / STAGE_01 / "train-llm.py")]
             command += flags_of(half, name, folder)
-            runs.append(subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL))
+            runs.append(launch(command))
         for run in runs:
-            if run.wait():
-                raise RuntimeError("stage 01 failed, see above")
+            finish(run)
         rates = [result_of(half, Path(folder, name))["tokens_per_second"] for name in ("a", "b")]
     return {"tokens_per_second": sum(rates)}
 
@@ -123,22 +126,104 @@ def run_peer(how, name, processes=1, **more):
     if processes > 1 or name == "accelerated":
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
         command[1:1] = launch
-    threads = environment(OMP_NUM_THREADS=THREADS if processes == 1 else "1")
-    run = subprocess.run(map(str, command), env=threads, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"{name}: {run.stderr[-3000:]}")
-    return json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
+    out = call(map(str, command), OMP_NUM_THREADS=THREADS if processes == 1 else "1")
+    result = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
+    if "tokens" in result:
+        seconds = running_time(result["begin"], result["end"])
+        result["tokens_per_second"] = result["tokens"] / seconds
+    return result
 
 
-def in_turn(contenders, rounds=ROUNDS):
-    """Runs each contender once per round, A B A B; the results of each by name."""
+class Turn:
+    """The processes of a contender, and when they ran."""
+
+    def __init__(self):
+        self.processes = []
+        self.is_on = False
+        self.slices = []  # begin and end of each time in which they were not stopped
+
+    def switch(self, on):
+        """Lets all processes go on, or stops them."""
+        self.is_on = on
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for member in [process, *process.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.resume() if on else member.suspend()
+
+
+own = threading.local()  # the turn of the contender that this thread runs
+SLICE = 0.5  # seconds
+
+
+def in_turn(contenders, rounds=ROUNDS, sliced=not GPU):
+    """Runs each contender once per round, A B A B; the results of each by name.
+
+    How fast a shared machine is changes within seconds. So with `sliced` all contenders of a round
+    are started together, and each goes on for half a second in turn, while the others are
+    stopped."""
     results = {name: [] for name in contenders}
     for number in range(rounds):
-        for name, run in contenders.items():
-            results[name].append(run())
-            rate = results[name][-1]["tokens_per_second"]
+        if sliced:
+            found = in_slices(contenders)
+        else:
+            found = {name: run() for name, run in contenders.items()}
+        for name, result in found.items():
+            results[name].append(result)
+            rate = result["tokens_per_second"]
             print(f"round {number + 1}: {name}: {rate:,.0f} tokens/s", flush=True)
     return results
+
+
+def in_slices(contenders):
+    """One round of `in_turn`."""
+    with ThreadPoolExecutor(len(contenders)) as pool:
+        turns = {name: Turn() for name in contenders}
+
+        def run(name):
+            own.turn = turns[name]
+            return contenders[name]()
+
+        futures = {name: pool.submit(run, name) for name in contenders}
+        while not all(future.done() for future in futures.values()):
+            for name, turn in turns.items():
+                if not futures[name].done():
+                    begin = time.time()
+                    turn.switch(on=True)
+                    wait([futures[name]], SLICE)
+                    turn.switch(on=False)
+                    turn.slices.append((begin, time.time()))
+        return {name: future.result() for name, future in futures.items()}
+
+
+def running_time(begin, end):
+    """Seconds between two times, without those in which the contender was stopped."""
+    if not (turn := getattr(own, "turn", None)):
+        return end - begin
+    return sum(max(0, min(end, last) - max(begin, first)) for first, last in turn.slices)
+
+
+def launch(command, **variables):
+    """Starts a process of a contender, which waits for its turn."""
+    environ = environment(**variables)
+    pipe = subprocess.PIPE
+    process = psutil.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)
+    if turn := getattr(own, "turn", None):
+        turn.processes.append(process)
+        turn.switch(turn.is_on)
+    return process
+
+
+def finish(process):
+    """Waits for a process; what it printed."""
+    out, err = process.communicate()
+    if process.returncode:
+        raise RuntimeError(err[-3000:])
+    return out
+
+
+def call(command, **variables):
+    return finish(launch(command, **variables))
 
 
 def ratios(results, name, other):
@@ -177,7 +262,7 @@ def single():
             if GPU:
                 compiled = lambda how=how: run_stage(how, STAGE_01, 1, "--compile")  # noqa: E731
                 contenders["stage 01 --compile"] = compiled
-            results = in_turn(contenders, 3 if "GPT" in name else ROUNDS)
+            results = in_turn(contenders)
         must_agree(results["stage 01"][0], results["the bare loop"][0]["losses"])
         for contender in contenders:
             row = [name, contender, rate(results, contender)]
@@ -205,7 +290,7 @@ def scaling():
             "accelerate, DDP": lambda: run_peer(how, "accelerated", 2),
             "accelerate, FSDP2": lambda: run_peer(how, "accelerated", 2, fsdp=True),
         }
-        results = in_turn(contenders, 3)
+        results = in_turn(contenders)
         for name in ("accelerate, DDP", "accelerate, FSDP2"):
             must_agree(results["stage 02"][0], results[name][0]["losses"])
         pairs = [("stage 02", "two runs of stage 01"), ("stage 02", "accelerate, DDP")]
@@ -219,7 +304,7 @@ def scaling():
             "stage 02": lambda: run_stage(whole, STAGE_02, 2),
             "stage 03": lambda: run_stage(whole, STAGE_03, 2),
         }
-        results = in_turn(contenders, 3)
+        results = in_turn(contenders)
         rows.append(["1 of 2048 tokens", "stage 03", "stage 02", rate(results, "stage 03")])
         rows[-1] += [rate(results, "stage 02"), *ratios(results, "stage 03", "stage 02")]
     head = ["micro-batches of a step, on each process", "", "against", "tokens/s"]
@@ -235,7 +320,7 @@ def streaming():
     rows = []
     paragraphs = [part for text in topics.values() for part in text.split("\n\n")]
     lines = [json.dumps({"text": text}) + "\n" for text in paragraphs]
-    settings = [("tiny, 0.7 M", 32), ("tiny, 0.7 M", 1), ("Llama, 25 M", 16)]
+    settings = [("tiny, 0.7 M", 16), ("tiny, 0.7 M", 1), ("Llama, 25 M", 16)]
     for name, num_files in settings if not GPU else [(name, 16) for name in MODELS]:
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
@@ -248,7 +333,7 @@ def streaming():
                 "stage 06": partial(run_stage, how, STAGE_06, 2, *flags),
                 "stage 05": partial(run_stage, how, STAGE_05, 2, *flags),
             }
-            results = in_turn(contenders)
+            results = in_turn(contenders, 5, sliced=False)  # it reads times of the log, too
             row = [name, num_files, rate(results, "stage 06"), rate(results, "stage 05")]
             row += ratios(results, "stage 06", "stage 05")
             for stage in contenders:
@@ -519,7 +604,7 @@ def watched(module, log):
 def start():
     """From the start of the process to the end of its first step, against imports and loading."""
     spent = {"stage 01": [], "load": []}
-    for _ in range(ROUNDS):
+    for _ in range(5):
         command = [sys.executable, "-u", str(ROOT / STAGE_01 / "train-llm.py"), "--max-steps", "2"]
         process = psutil.Popen(
             command, env=environment(OMP_NUM_THREADS=THREADS), stdout=subprocess.PIPE, text=True
@@ -535,7 +620,7 @@ def start():
     rows = [[f"{statistics.median(times):.2f}" for times in spent.values()]]
     rows[0] += [f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"]
     head = ["start to the end of the first step, s", "imports and loading alone, s"]
-    report("start", [*head, f"ratio, median of {ROUNDS}", "range"], rows)
+    report("start", [*head, "ratio, median of 5", "range"], rows)
 
 
 def checkpoint():
@@ -562,7 +647,7 @@ def checkpoint():
             row += [f"{statistics.median(part):,.0f}" for part in (near, far)]
             rows.append([*row, f"{stalls[-1] / stalls[0]:.2f}"])
     head = ["stage", "state of a rank, GB", "the loop waits, ms"]
-    head += ["the two steps behind it, ms", "other steps, ms", "wait against stage 04"]
+    head += ["the two steps after it, ms", "other steps, ms", "wait against stage 04"]
     report("checkpoint-cuda" if GPU else "checkpoint", head, rows)
 
 
@@ -627,7 +712,7 @@ def recover(count, last_call):
         flags = ["-e", "a", "--save-dir", folder, "--shard-size", 1, "--log-freq", 1]
         flags += ["--ckpt-freq", 20, "--max-steps", 100000, "-s", 64, "--global-batch-size", 8]
         started = [start(f"node-{i}", *flags) for i in range(count)]
-        # The checkpoint of step 20 is on disk, and some steps are made behind it.
+        # The checkpoint of step 20 is on disk, and some steps are made after it.
         nodes.wait_until(lambda: nodes.last_step(folder / "a") > 30, "30 steps", started)
         workers = {worker.pid for node in started for worker in node.workers()}
         killed = time.time()
@@ -662,4 +747,45 @@ def recover(count, last_call):
 # What was tried: patches and flags on stage 01 or 03, against the stage as it is.
 
 
-PATCHES = {"peaks": peaks, "watched": watched, "stalls": stalls}
+def pytorch_betas(module, _):
+    """AdamW with PyTorch's betas in the place of the script's."""
+    adamw = module.torch.optim.AdamW
+    module.torch.optim.AdamW = lambda groups, lr, betas, **more: adamw(groups, lr, **more)
+
+
+# Sequences of a step and of a micro-batch, learning rate, weight decay, betas or PyTorch's.
+FIRST_RUNS = [
+    (32, 8, 1e-3, 0.01, False),
+    (32, 8, 2e-3, 0.1, True),
+    (16, 4, 1e-3, 0.1, True),
+    (16, 4, 2e-3, 0.1, True),
+    (16, 4, 4e-3, 0.1, True),
+    (16, 4, 2e-3, 0.01, False),
+    (16, 8, 2e-3, 0.1, True),
+    (8, 4, 2e-3, 0.1, True),
+    (8, 4, 4e-3, 0.1, True),
+]
+
+
+def defaults():
+    """The first run of the course with other defaults: three epochs on one core."""
+    rows = []
+    for size, part, lr, decay, own_betas in FIRST_RUNS:
+        flags = ["--global-batch-size", size, "-b", part, "--lr", lr, "--weight-decay", decay]
+        with tempfile.TemporaryDirectory() as folder:
+            flags += ["-e", "run", "--save-dir", folder]
+            patch = None if own_betas else "pytorch_betas"
+            command = torchrun(["--standalone"], STAGE_01, patch, flags)
+            begin = time.perf_counter()
+            subprocess.run(command, env=environment(), check=True, capture_output=True)
+            seconds = time.perf_counter() - begin
+            lines = metrics(Path(folder, "run"))
+        last = max(lines)
+        betas = "0.9, 0.95" if own_betas else "0.9, 0.999"
+        row = [f"{size} = {size // part} · {part}", f"{lr:g}", decay, betas, last]
+        rows.append([*row, f"{seconds:.0f}", f"{lines[last]['eval/loss']:.3f}"])
+    head = ["sequences of a step", "learning rate", "weight decay", "betas", "steps", "seconds"]
+    report("defaults", [*head, "eval/loss"], rows)
+
+
+PATCHES = {"peaks": peaks, "watched": watched, "stalls": stalls, "pytorch_betas": pytorch_betas}

@@ -4,6 +4,7 @@ on one machine, contenders in turn.
 
     python tests/benchmarks/benchmark.py COMMAND
 
+    defaults    the first run with other batches, rates, decays and betas
     single      stage 01 against a bare loop and transformers.Trainer
     scaling     stages 02 and 03 against two of stage 01, and accelerate
     memory      state of a rank in stages 02 and 03
@@ -46,10 +47,11 @@ PATCHES = bench_compression.PATCHES | bench_speed.PATCHES
 
 
 def worker(stage, patch, flags):
-    """One process of a stage with a function changed, as `name` or `name=value` says."""
+    """One process of a stage with functions changed, as `name` or `name=value,name` says."""
     module = load(stage)
-    name, _, value = patch.partition("=")
-    PATCHES[name](module, value)
+    for change in patch.split(","):
+        name, _, value = change.partition("=")
+        PATCHES[name](module, value)
     sys.argv = [str(ROOT / stage / "train-llm.py"), *flags]
     module.main(module.parse_args())
     if stage != STAGE_01:
@@ -67,6 +69,7 @@ def everything():
 
 
 COMMANDS = {
+    "defaults": bench_speed.defaults,
     "single": bench_speed.single,
     "scaling": bench_speed.scaling,
     "memory": bench_speed.memory,

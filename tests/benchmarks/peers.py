@@ -19,6 +19,8 @@ import torch.nn.functional as F
 import transformers
 
 GPU = torch.cuda.is_available()
+# Those of the stages for random weights.
+LR, WEIGHT_DECAY, BETAS = 2e-3, 0.1, (0.9, 0.95)
 
 
 def load_model(how):
@@ -34,7 +36,8 @@ def load_model(how):
 
 def load_tokens(how):
     """The sequences of `-d dummy`, the 5 % left out that a stage holds out: (3891, T) int64."""
-    tokens = np.random.default_rng(0).integers(257, size=(4096, how["seq_length"]))
+    vocab_size = transformers.AutoConfig.from_pretrained(how["model"]).vocab_size
+    tokens = np.random.default_rng(0).integers(vocab_size, size=(4096, how["seq_length"]))
     return torch.from_numpy(tokens[: 4096 - 205])
 
 
@@ -48,7 +51,7 @@ def windows(how, tokens):
 def now():
     if GPU:
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return time.time()
 
 
 def schedule(optimizer, how):
@@ -58,18 +61,26 @@ def schedule(optimizer, how):
 
 def print_result(how, times, losses, tokens_per_step):
     """`times`: the end of each step; `tokens_per_step`: of all processes."""
-    seconds = times[-1] - times[how["warm"] - 1]
-    rate = tokens_per_step * (how["steps"] - how["warm"]) / seconds
-    started = psutil.Process().create_time() - time.time() + time.perf_counter()
-    result = {"tokens_per_second": rate, "losses": losses, "first_step_s": times[0] - started}
+    tokens = tokens_per_step * (how["steps"] - how["warm"])
+    result = {"tokens": tokens, "begin": times[how["warm"] - 1], "end": times[-1]}
+    result |= {"losses": losses, "first_step_s": times[0] - psutil.Process().create_time()}
     print(json.dumps(result), flush=True)
+
+
+def adamw(model):
+    """As stage 01 from scratch: only matrices have weight decay."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, LR, BETAS, fused=True)
 
 
 def bare(how):
     """Forward, backward, clip, fused AdamW on tensors that are in memory already: the limit."""
     device, dtype = torch.device("cuda" if GPU else "cpu"), torch.bfloat16
     model = load_model(how).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01, fused=True)
+    optimizer = adamw(model)
     lr, tokens = schedule(optimizer, how), load_tokens(how)
     steps = [tokens[window].split(how["batch_size"]) for window in windows(how, tokens)]
     steps = [[part.to(device) for part in parts] for parts in steps]
@@ -131,8 +142,10 @@ def trainer(how):
             per_device_train_batch_size=how["batch_size"],
             gradient_accumulation_steps=how["global_batch_size"] // how["batch_size"],
             max_steps=how["steps"],
-            learning_rate=1e-3,
-            weight_decay=0.01,
+            learning_rate=LR,
+            weight_decay=WEIGHT_DECAY,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
             lr_scheduler_type="cosine",
             warmup_steps=min(100, how["steps"] // 10),
             optim="adamw_torch_fused",
@@ -193,7 +206,7 @@ def accelerated(how):
     tokens = load_tokens(how)
     rows = tokens[np.concatenate(windows(how, tokens))]
     loader = torch.utils.data.DataLoader(rows, batch_size=how["batch_size"])
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.01, fused=True)
+    optimizer = adamw(model)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     lr = schedule(optimizer.optimizer, how)  # not prepared: then it would step once per process
     if how["fsdp"] != isinstance(model, torch.distributed.fsdp.FSDPModule):

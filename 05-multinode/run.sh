@@ -41,7 +41,8 @@ fi
 # If workers share the agents' store, a node that joins waits for an address that nobody publishes
 # again, and about half of the restarts read addresses of the round before (pytorch#135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Seconds that workers have after SIGTERM to end a step and save. The default is 30.
+# Seconds that workers have to end a step and save, when the agent gets SIGTERM. The default is 30,
+# which they have in any case when a node joins.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}
 # An error and the loss of a node count as restarts. A mistake is met again at each of them.
 exec torchrun "${flags[@]}" --nproc-per-node="$workers" --max-restarts="${MAX_RESTARTS:-3}" \

@@ -102,8 +102,6 @@ def main(args):
     dtype = DTYPES[args.dtype]
     if args.dtype == "fp16":
         fail("--dtype fp16: the pipeline stages would need one gradient scale, use bf16 or fp32")
-    if args.cpu_offload and args.dtype == "fp16":
-        fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         lock_run_dir(run_dir)

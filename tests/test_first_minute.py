@@ -61,7 +61,9 @@ def test_the_first_steps_on_a_terminal(tmp_path):
     assert result.returncode == 0
     losses = losses_of(result.out)
     assert losses[-1] < losses[0] - 0.5
-    assert re.search(rb"\| 9/9 \[.*loss \d\.\d", bar), bar
+    shown = re.search(rb"\| 9/9 \[.*loss (\d\.\d+)", bar)
+    assert shown, bar
+    assert float(shown[1]) == pytest.approx(losses[-1], abs=1e-3)
     assert not list(tmp_path.iterdir())
 
 

@@ -124,8 +124,8 @@ def run_peer(how, name, processes=1, **more):
     """One run of peers.py; what it printed."""
     command = [sys.executable, Path(__file__).with_name("peers.py"), name, json.dumps(how | more)]
     if processes > 1 or name == "accelerated":
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-        command[1:1] = launch
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+        command[1:1] = launcher
     out = call(map(str, command), OMP_NUM_THREADS=THREADS if processes == 1 else "1")
     result = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
     if "tokens" in result:

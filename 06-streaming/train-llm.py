@@ -319,6 +319,9 @@ def main(args):
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     stopping = False
     saving = None  # the checkpoint that is being saved
+    # All checkpoints are copied to the same memory: to get new memory takes longer than to copy.
+    options = dcp.staging.StagingOptions(False, False, False, False)  # no threads, nothing pinned
+    stager = dcp.staging.DefaultStager(options)
 
     for step in range(last_step + 1, total_steps + 1):
         # All ranks must stop after the same step, but the signal may reach them in different steps.
@@ -422,6 +425,7 @@ def main(args):
                 checkpoint_tensors(model, optimizer),
                 storage_writer=CheckpointWriter(run_dir, step, values, args.keep_checkpoints),
                 process_group=saving_group,
+                async_stager=stager,
             )
         if stopping:
             break

@@ -1,7 +1,7 @@
 """GPUs: tokens per second, MFU and peak memory of the stages, on models with random weights.
 
-gpu.sh and gpu-2.sh call these within ten minutes. So the table is written after each run, those
-that matter most come first, and no run begins when the time is nearly over."""
+gpu.sh and gpu-2.sh call each within ten minutes. So the table is written after each run, those that
+matter most come first, and no run begins when the time is nearly over."""
 
 import importlib.util
 import sys
@@ -20,9 +20,9 @@ from bench_common import (
     STAGE_08,
     report,
 )
-from bench_speed import run_stage, setting
+from bench_speed import run_peer, run_stage, setting
 
-SECONDS = 420  # after which no run begins
+SECONDS = 500  # after which no run begins: each takes about a minute
 LLAMA, QWEN = "Llama-3.2-1B, 2048 tokens", "Qwen3-0.6B, 2048 tokens"
 ON_ONE = [
     (LLAMA, STAGE_01, "--compile"),
@@ -53,6 +53,22 @@ def gpu():
     measure("gpu", ON_ONE, 1)
 
 
+def peers():
+    """Stage 01 against the bare loop and transformers.Trainer, compiled and not."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, LLAMA)
+        for compiled in (True, False):
+            flag = "--compile" if compiled else "--no-compile"
+            own = run_stage(how, STAGE_01, 1, flag, patch="unsaved")["tokens_per_second"]
+            for name, peer in (("the bare loop", "bare"), ("Trainer", "trainer")):
+                speed = run_peer(how, peer, compile=compiled)["tokens_per_second"]
+                row = [LLAMA, "compiled" if compiled else "not compiled", name]
+                rows.append([*row, f"{own:,.0f}", f"{speed:,.0f}", f"{own / speed:.2f}"])
+                head = ["model", "", "against", "stage 01, tokens/s", "it, tokens/s", "ratio"]
+                report("gpu-peers", head, rows)
+
+
 def all_gpus():
     """The stages with a process on each GPU, against stage 01 on one of them."""
     number = torch.cuda.device_count()
@@ -71,7 +87,7 @@ def measure(name, runs, processes, on_one=()):
         number = 1 if run in on_one else processes
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, model)
-            result = run_stage(how, stage, number, *flags.split())
+            result = run_stage(how, stage, number, *flags.split(), patch="unsaved")
             config = transformers.AutoConfig.from_pretrained(how["model"])
         speed = result["tokens_per_second"]
         one = speed_of_one.setdefault(model, speed)  # the first run of a model
@@ -87,3 +103,12 @@ def measure(name, runs, processes, on_one=()):
         rows.append([*row, formula])
         head = ["model", "stage", "flags", "GPUs", "tokens/s", "a GPU, the first row = 1", "MFU"]
         report(name, [*head, "peak, GB", "by chapter 01's formula, GB"], rows)
+
+
+def unsaved(module, _):
+    """Does not save 20 GB in each run, nor write a sample."""
+    module.save_checkpoint = module.save_final_model = lambda *_: None
+    module.sample = lambda model, tokens, *_: tokens
+
+
+PATCHES = {"unsaved": unsaved}

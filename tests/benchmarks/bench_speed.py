@@ -259,19 +259,13 @@ def single():
             if name.startswith("tiny"):
                 padded = lambda how=how: run_peer(how, "trainer", padded=True)  # noqa: E731
                 contenders["Trainer, documents padded"] = padded
-            if GPU:
-                compiled = lambda how=how: run_stage(how, STAGE_01, 1, "--compile")  # noqa: E731
-                contenders["stage 01 --compile"] = compiled
             results = in_turn(contenders)
         must_agree(results["stage 01"][0], results["the bare loop"][0]["losses"])
         for contender in contenders:
             row = [name, contender, rate(results, contender)]
             rows.append([*row, *ratios(results, "stage 01", contender)])
-        for x in results["stage 01"] + results.get("stage 01 --compile", []):
-            if "throughput/mfu" in x:
-                print(f"mfu {x['throughput/mfu']:.3f}, peak {x['memory/peak_allocated_gb']:.1f} GB")
     head = ["model", "", "tokens/s", "stage 01 against it, median", "range"]
-    report("single-cuda" if GPU else "single", head, rows)
+    report("single", head, rows)
 
 
 def scaling():

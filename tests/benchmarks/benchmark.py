@@ -23,6 +23,7 @@ on one machine, contenders in turn.
     all         all of the above, two hours
     loss        final loss of each way to compress gradients, two hours
     gpu         speed, MFU and memory on one GPU (gpu.sh)
+    gpu-peers   stage 01 against a bare loop and Trainer on one GPU (gpu.sh)
     gpu-2       on all GPUs, two at least (gpu-2.sh)
 
 `pip install -e '.[test,bench]'` brings the peers. `wire` and `link` need Linux, root, and `ip` and
@@ -43,7 +44,7 @@ import bench_speed
 from bench_common import MEASURED, STAGE_01
 from conftest import ROOT, load
 
-PATCHES = bench_compression.PATCHES | bench_speed.PATCHES
+PATCHES = bench_compression.PATCHES | bench_gpu.PATCHES | bench_speed.PATCHES
 
 
 def worker(stage, patch, flags):
@@ -62,7 +63,7 @@ def worker(stage, patch, flags):
 
 def everything():
     for name, command in COMMANDS.items():
-        if name not in ("all", "loss", "gpu", "gpu-2"):
+        if name not in ("all", "loss", "gpu", "gpu-peers", "gpu-2"):
             print(f"## {name}", flush=True)
             sys.argv[1] = name
             command()
@@ -88,6 +89,7 @@ COMMANDS = {
     "all": everything,
     "loss": bench_compression.loss,
     "gpu": bench_gpu.gpu,
+    "gpu-peers": bench_gpu.peers,
     "gpu-2": bench_gpu.all_gpus,
 }
 

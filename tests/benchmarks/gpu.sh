@@ -3,9 +3,10 @@
 #
 #   bash tests/benchmarks/gpu.sh test       pytest -m gpu
 #   bash tests/benchmarks/gpu.sh measure    speed, MFU and peak memory of the stages
+#   bash tests/benchmarks/gpu.sh peers      stage 01 against a bare loop and transformers.Trainer
 #
-# Each ends with a file in $OUT, by default outputs/measured: gpu-test.txt, gpu.md. On a machine
-# without a network, the packages that are missing there go as wheels into the folder .wheels.
+# Each ends with a file in $OUT, by default outputs/measured: gpu-test.txt, gpu.md, gpu-peers.md.
+# On a machine without a network, the packages that are missing there go as wheels into .wheels.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 export OUT=${OUT:-outputs/measured} PYTHONUNBUFFERED=1
@@ -17,10 +18,13 @@ fi
 
 case ${1:-} in
   test)  # several at once: none needs more than a tenth of the GPU's memory
-    python3 -m pytest -m gpu -k "not two_gpus" -n 6 --durations=10 | tee "$OUT/gpu-test.txt"
+    python3 -m pytest -m gpu -k "not two_gpus" -n 12 --durations=10 | tee "$OUT/gpu-test.txt"
     ;;
   measure)
     python3 tests/benchmarks/benchmark.py gpu
+    ;;
+  peers)
+    python3 tests/benchmarks/benchmark.py gpu-peers
     ;;
   test-2)
     python3 -m pytest -m gpu -k two_gpus -n 0 --durations=10 | tee "$OUT/gpu-2-test.txt"
@@ -29,7 +33,7 @@ case ${1:-} in
     python3 tests/benchmarks/benchmark.py gpu-2
     ;;
   *)
-    sed -n '2,8s/^# \{0,1\}//p' "$0"
+    sed -n '2,9s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

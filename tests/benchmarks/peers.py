@@ -80,6 +80,8 @@ def bare(how):
     """Forward, backward, clip, fused AdamW on tensors that are in memory already: the limit."""
     device, dtype = torch.device("cuda" if GPU else "cpu"), torch.bfloat16
     model = load_model(how).to(device)
+    if how["compile"]:
+        model.compile()
     optimizer = adamw(model)
     lr, tokens = schedule(optimizer, how), load_tokens(how)
     steps = [tokens[window].split(how["batch_size"]) for window in windows(how, tokens)]

@@ -67,18 +67,29 @@ def activation_bytes(config, c=2, ranks=1):
     return inputs + (norms + attention + mlp) / ranks
 
 
+def kept_by_a_block(config, compiled):
+    """Bytes per token that autograd keeps of a block in bf16 by autocast. Chapter 01."""
+    h, f, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
+    q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    kept = 4 * q + 4 * kv + 4 * heads + 8
+    kept += 10 * h + 6 * f if compiled else 26 * h + 8 * f
+    if config.model_type == "qwen3":  # queries and keys have norms of their own
+        norms = 4 * (heads + config.num_key_value_heads)
+        kept += norms + (2 if compiled else 6) * (q + kv)
+    return kept
+
+
 def one_device(config, tokens, checkpointing=False, compiled=True):
     """Bytes of stage 01 in bf16 by autocast, with micro-batches of so many tokens: state, bf16
-    copies of the weights, logits, activations between the blocks, and within them. Chapter 01."""
+    copies of the weights, logits, and activations: those of the last norm and the blocks' inputs,
+    and those within the blocks. Chapter 01."""
     n, _ = parameters(config)
-    width = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    block = 30 * width + 4 * kv + 8 * config.intermediate_size + 4 * config.num_attention_heads + 8
-    layers = config.num_hidden_layers
-    parts = [16 * n, 2 * n, (4 if compiled else 12) * config.vocab_size * tokens]
-    if checkpointing:
-        return [*parts, layers * 4 * config.hidden_size * tokens, block * tokens]
-    return [*parts, 0, layers * block * tokens]
+    h, layers = config.hidden_size, config.num_hidden_layers
+    logits = (4 if compiled else 12) * config.vocab_size * tokens
+    if checkpointing:  # the peak is before the first block is computed again
+        return [16 * n, 2 * config.vocab_size * h, logits, (10 + 4 * layers) * h * tokens, 0]
+    inside = layers * kept_by_a_block(config, compiled) * tokens
+    return [16 * n, 2 * n, logits, 10 * h * tokens, inside]
 
 
 def logit_bytes(config):

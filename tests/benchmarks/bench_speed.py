@@ -641,7 +641,7 @@ def checkpoint():
             row += [f"{statistics.median(part):,.0f}" for part in (near, far)]
             rows.append([*row, f"{stalls[-1] / stalls[0]:.2f}"])
     head = ["stage", "state of a rank, GB", "the loop waits, ms"]
-    head += ["the two steps after it, ms", "other steps, ms", "wait against stage 04"]
+    head += ["each of the two steps after it, ms", "other steps, ms", "wait against stage 04"]
     report("checkpoint-cuda" if GPU else "checkpoint", head, rows)
 
 

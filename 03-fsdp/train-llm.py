@@ -304,7 +304,7 @@ def main(args):
             log.lap("backward")
 
         # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
-        # batch cannot cause a very large update.
+        # batch does not dominate the moments of AdamW for many steps.
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         lr = args.lr * lr_factor(step - 1)

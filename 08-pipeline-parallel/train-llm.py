@@ -387,7 +387,7 @@ def main(args):
             gradient += other_gradient
 
         # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
-        # batch cannot cause a very large update.
+        # batch does not dominate the moments of AdamW for many steps.
         scaler.unscale_(optimizer)
         # The norm is that of all gradients, and a pipeline stage has some of them. Its square is a
         # sum: over the shards, which `full_tensor` adds up for a DTensor, and over the pipeline.

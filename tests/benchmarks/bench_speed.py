@@ -34,7 +34,7 @@ from bench_common import (
     torchrun,
     write_model,
 )
-from conftest import ROOT, metrics
+from conftest import ROOT, metrics, save_tokenizer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROUNDS = 3
@@ -529,6 +529,7 @@ def loading():
         config = transformers.AutoConfig.from_pretrained(model)
         weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         weights.save_pretrained(model)
+        save_tokenizer(model)
         del weights
         ways = [(STAGE_02, 1, ()), *((STAGE_03, processes, ()) for processes in (1, 2, 4))]
         ways += [(STAGE_08, 4, ("--stages", 2)), (STAGE_08, 4, ("--stages", 4))]

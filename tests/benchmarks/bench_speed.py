@@ -544,7 +544,8 @@ def loading():
             phases = [json.loads(Path(f"{log}-{rank}").read_text()) for rank in range(processes)]
             row = [" ".join([stage[:2], *map(str, more)]), processes]
             for phase in ("load", "export"):
-                megabytes = [f"{rank[phase][0] / 1e6:,.0f}" for rank in phases]
+                # In stage 08 rank 0 exports alone.
+                megabytes = [f"{x[phase][0] / 1e6:,.0f}" for x in phases if phase in x]
                 others = sorted(megabytes[1:], key=lambda text: int(text.replace(",", "")))
                 row += [megabytes[0], " to ".join(dict.fromkeys([*others[:1], *others[-1:]]))]
                 row.append(f"{phases[0][phase][1]:.1f}")

@@ -418,7 +418,7 @@ def main(args):
                 "comet_key": log.comet_key,
                 "scaler": scaler.state_dict(),
             }
-            finish_save(saving)  # one at a time
+            finish_save(saving)  # before its memory gets another copy
             # The loop waits until the tensors are copied to the memory of the CPU. A thread writes
             # the copy to the disk, while the loop goes on.
             saving = dcp.async_save(

@@ -458,7 +458,7 @@ def split_layers(model, mesh):
             styles[name] = GATHER_TOKENS[last_name]
         elif list(module.parameters(recurse=False)):
             # A norm. Each rank has all of its weight, and normalizes the tokens that the rank has.
-            # The gradients of the weight are added up over the ranks.
+            # So each has a part of the sum that is the gradient. FSDP adds them up (`Partial()`).
             styles[name] = SequenceParallel()
 
     # With src_data_rank=None a rank takes its parts from its own copy of the model, which on most

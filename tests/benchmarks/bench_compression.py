@@ -148,14 +148,16 @@ def link():
 def encode():
     """GB/s of fp32 gradients through the hook of a replica that is alone, and through a copy.
 
-    With one replica nothing is sent, and what is left is the encoding and decoding."""
+    With one replica nothing is sent, and what is left is the encoding and decoding. The gradient is
+    that of a block: of the model of `link` on a CPU, of a shard of Llama-3-8B's on a GPU. A larger
+    one is slower on a CPU, since memory for its parts is fetched from the system each time."""
     module = load(STAGE_04)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    gradient = torch.randn(2**27 if device.type == "cuda" else 2**23, device=device)
+    gradient = torch.randn(27_264_000 if device.type == "cuda" else 1_770_240, device=device)
 
     def now():
         if device.type == "cuda":

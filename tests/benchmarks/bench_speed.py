@@ -339,24 +339,30 @@ def streaming():
     report("streaming-cuda" if GPU else "streaming", head, rows)
 
 
+# Memory that is freed goes back to the system at once. Otherwise it would seem to be in use.
+TRIM = {"MALLOC_MMAP_THRESHOLD_": "131072"}
+
+
 def memory():
-    """State of a rank (parameters, gradients, Adam's moments) in stages 02 and 03."""
+    """Stages 02 and 03, one micro-batch on each rank: the state of a rank (parameters, gradients,
+    Adam's moments), and the most memory that the process takes in a step."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        how = setting(folder, "Llama, 25 M") | {"batch_size": 1, "global_batch_size": 4}
-        how |= {"seq_length": 32, "steps": 2, "warm": 1}
+        how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "steps": 3, "warm": 1}
         for processes in (1, 2, 4):
-            ddp = run_stage(how, STAGE_02, processes)["memory/state_gb"]
-            fsdp = run_stage(how, STAGE_03, processes)["memory/state_gb"]
-            share = f"{fsdp / ddp:.3f}", f"{fsdp / ddp * processes - 1:+.1%}".replace("%", " %")
-            rows.append([processes, f"{1000 * ddp:.1f}", f"{1000 * fsdp:.1f}", *share])
-    head = ["processes W", "stage 02, MB", "stage 03, MB", "03 / 02", "off 1/W by"]
+            how["global_batch_size"] = 2 * processes
+            states, peaks = [], []
+            for stage in (STAGE_02, STAGE_03):
+                lines, _ = run_and_count(how, stage, "peaks", processes=processes, **TRIM)
+                states.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
+                peaks.append(f"{1000 * lines[-1]['memory/peak_allocated_gb']:,.0f}")
+            rows.append([processes, *states, *peaks])
+    head = ["processes W", "state of a rank, stage 02, MB", "stage 03, MB"]
+    head += ["peak of the process, stage 02, MB", "stage 03, MB"]
     report("memory", head, rows)
 
 
 MICRO_BATCHES = (1, 2, 4)
-# Memory that is freed goes back to the system at once. Otherwise it would seem to be in use.
-TRIM = {"MALLOC_MMAP_THRESHOLD_": "131072"}
 ACCUMULATING = {
     "stage 02": (STAGE_02, ()),
     "stage 03": (STAGE_03, ()),

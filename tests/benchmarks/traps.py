@@ -743,7 +743,8 @@ PIPELINE_WRONGLY = {
     ],
     "the norm counts the tied weight twice": [(" if stage.is_first or p is not tied_weight]", "]")],
     "the stages of a pipeline read different sequences": [
-        ("list(indices[rank::num", "list(np.roll(indices, dist.get_rank())[rank::num")
+        ("    share =", "    by = dist.get_rank() // num_shares * num_shares\n    share ="),
+        ("(indices[rank::", "(np.roll(indices, by)[rank::"),
     ],
     "stage 08": [],
 }

@@ -137,7 +137,7 @@ def gradients(folder, stage, processes, *flags):
     ],
 )
 def test_every_gradient_is_that_of_one_process(tmp_path, architecture, tied, processes):
-    """Also of the biases and norms, whose gradients are sums over the ranks."""
+    """Also of the biases, and of the norms, whose gradients are sums over the ranks."""
     model = save_config(tmp_path / "m", architecture, tie_word_embeddings=tied)
     flags = ("-s", "32", "--global-batch-size", "4", "-b", "2", "--max-steps", "1", "-m", model)
     one = gradients(tmp_path, "01-single-gpu", 1, *flags, "--eval-sequences", 2)

@@ -60,18 +60,24 @@ def split_over_a_group():
     """The table of chapter 07: a long sequence in bf16, 8 GPUs in tensor groups of n."""
     tokens, gpus = 131_072, 8
     config = scale.config_of("Llama-3-8B")
-    n, _ = scale.parameters(config)
+    n, block = scale.parameters(config)
+    layers, h = config.num_hidden_layers, config.hidden_size
     rows = []
     for ranks in (1, 2, 4, 8):
         of_a_block = tokens * scale.activation_bytes(config, 2, ranks)
-        kept = config.num_hidden_layers * of_a_block
-        inputs = config.num_hidden_layers * tokens * 2 * config.hidden_size / ranks
+        inputs = layers * tokens * 2 * h / ranks
+        # The last norm keeps its input twice, in fp32 and bf16. Its output is gathered.
+        last_norm = tokens * ((4 + 2) * h / ranks + 2 * h)
         logits = tokens * scale.logit_bytes(config) / ranks
         state = scale.state_bytes(n, gpus)
-        parts = [kept, inputs + of_a_block, logits, state, inputs + of_a_block + logits + state]
+        model = (state, (n - layers * block) / ranks, block / ranks)
+        output_layer = 2 * config.vocab_size * h / ranks
+        kept = inputs + last_norm
+        total = scale.peak_bytes(*model, kept, of_a_block, logits, output_layer)
+        parts = [layers * of_a_block, inputs + of_a_block, logits, state, total]
         rows.append([ranks, *[f"{size / 1e9:.1f}" for size in parts]])
     head = ["GB on each GPU, n", "activations", "activations with checkpointing"]
-    head += ["logits and their gradient", "state", "total with checkpointing"]
+    head += ["logits and their gradient", "state", "peak with checkpointing"]
     report("scale-tensor", head, rows)
 
 

@@ -92,6 +92,21 @@ def one_device(config, tokens, checkpointing=False, compiled=True):
     return [16 * n, 2 * n, logits, 10 * h * tokens, inside]
 
 
+def peak_bytes(state, root, block, kept, again=0, logits=0, last=0):
+    """In bf16 with FSDP: the largest of three peaks. `root` and `block` are numbers of parameters,
+    and the other arguments are bytes: what blocks keep, what a checkpointed block computes again,
+    the logits with their gradient, and the gradient of the output layer.
+
+    The first peak is where the gradient of the logits is computed. The root and the last block,
+    which is gathered ahead, are whole there. The second is in the backward of a block, when the
+    logits have been freed: two blocks are gathered, and the gradients of one are there in bf16 and
+    fp32. The third is at the end, with the gradients of the root in bf16 and fp32."""
+    at_the_loss = 2 * root + 2 * block + logits
+    in_a_block = 2 * root + (2 * 2 + 2 + 4) * block + again + last
+    at_the_end = (2 + 4) * root
+    return state + max(kept + at_the_loss, kept + in_a_block, at_the_end)
+
+
 def logit_bytes(config):
     """Per token, with a compiled loss: logits and their gradient in bf16."""
     return 4 * config.vocab_size
@@ -111,15 +126,17 @@ def sizes(name, shards, tokens):
     layers, each = config.num_hidden_layers, activation_bytes(config)
     kept = tokens * layers * each
     inputs = tokens * (layers * 2 * config.hidden_size + each)
-    parts = [state_bytes(n, shards), gathered_bytes(n, block, layers), tokens * logit_bytes(config)]
+    state, logits = state_bytes(n, shards), tokens * logit_bytes(config)
+    last = 2 * config.vocab_size * config.hidden_size
+    model, again = (state, n - layers * block, block), tokens * each
     return {
-        "state": parts[0],
-        "gathered": parts[1],
-        "logits": parts[2],
+        "state": state,
+        "gathered": gathered_bytes(n, block, layers),
+        "logits": logits,
         "activations": kept,
         "checkpointed": inputs,
-        "total": sum(parts) + kept,
-        "total, checkpointed": sum(parts) + inputs,
+        "total": peak_bytes(*model, kept, 0, logits, last),
+        "total, checkpointed": peak_bytes(*model, inputs - again, again, logits, last),
         "kept": 4 * n + 2 * n,  # whole gradients in fp32, and parameters in bf16
     }
 
@@ -163,23 +180,22 @@ def step_on_four_nodes(stage, name, sequences, length, blocks_per_stage):
 
     # FSDP gathers parameters twice in bf16, and scatters gradients in fp32, in each micro-batch.
     fsdp = 2 * 2 + 4
+    ranks = gpus if stage == "07" else 1  # that compute a sequence together
+    state = state_bytes(n, gpus if stage == "04" else shards)
+    model = (state, (n - layers * block) / ranks, block / ranks)
+    memory = peak_bytes(*model, layers * inputs, one_block, logits, 2 * vocabulary / ranks)
     if stage == "03":
-        memory = state_bytes(n, shards) + gathered_bytes(n, block, layers)
         # In a ring through all GPUs one of each node sends to the next node.
         inner = outer = micro_batches * fsdp * n * (shards - 1) / shards
     elif stage == "04":
-        memory = state_bytes(n, gpus) + gathered_bytes(n, block, layers)
         inner = micro_batches * fsdp * n * (gpus - 1) / gpus
         outer = gpus * 2 * 4 * n / gpus * (nodes - 1) / nodes
     elif stage == "07":
-        memory = state_bytes(n, shards) + gathered_bytes(n, block, layers) / gpus
         # In a block 6 all-gathers and 5 reduce-scatters, in both ends 2 of each.
         exposed = micro_batches * (11 * layers + 4) * gpus * inputs * (gpus - 1) / gpus
         inner = exposed
         outer = gpus * micro_batches * fsdp * n / gpus * (nodes - 1) / nodes
-    if stage != "08":
-        memory += layers * inputs + one_block + logits
-    else:
+    elif stage == "08":
         micro_batches *= nodes
         totals = []
         for pipeline_stage, blocks in enumerate(blocks_per_stage):
@@ -187,10 +203,10 @@ def step_on_four_nodes(stage, name, sequences, length, blocks_per_stage):
             is_end = pipeline_stage == 0 or is_last
             of_stage = blocks * block + is_end * vocabulary
             inner = max(inner, micro_batches * fsdp * of_stage * (gpus - 1) / gpus)
-            total = state_bytes(of_stage, gpus) + gathered_bytes(of_stage, block, blocks)
-            in_flight = nodes - pipeline_stage
-            total += in_flight * blocks * inputs + one_block + is_last * logits
-            totals.append(total)
+            model = (state_bytes(of_stage, gpus), of_stage - blocks * block, block)
+            kept = (nodes - pipeline_stage) * blocks * inputs  # of all micro-batches in flight
+            ends = (logits, 2 * vocabulary) if is_last else (0, 0)
+            totals.append(peak_bytes(*model, kept, one_block, *ends))
         memory = max(totals)
         outer = gpus * 2 * micro_batches * inputs
         idle = (micro_batches + nodes - 1) / micro_batches

@@ -1,4 +1,4 @@
-"""Compress a smooth chunk and a gradient, by half of a DCT and by int8; average two replicas."""
+"""Compress a chunk of a gradient, by half of a DCT and by int8; average two replicas."""
 
 import torch
 
@@ -21,14 +21,12 @@ def show(name, numbers, form="z7.3f"):
     print(f"{name:8}", *(f"{number:{form}}" for number in numbers.tolist()))
 
 
-smooth = torch.tensor([0.100, 0.200, 0.300, 0.400, 0.500, 0.600, 0.700, 0.800])
 gradient = torch.tensor([0.400, -1.270, 0.036, 0.002, -0.250, 0.618, -0.009, 0.004])
-for name, chunk in {"smooth": smooth, "gradient": gradient}.items():
-    show(name, chunk)
-    integers, scale = to_int8(chunk)
-    for mode, decoded in {"dct": half_of_spectrum(chunk), "int8": integers * scale}.items():
-        show(mode, decoded)
-        print(f"error {(decoded - chunk).norm() / chunk.norm():.3f}\n")
+show("gradient", gradient)
+integers, scale = to_int8(gradient)
+for mode, decoded in {"dct": half_of_spectrum(gradient), "int8": integers * scale}.items():
+    show(mode, decoded)
+    print(f"error {(decoded - gradient).norm() / gradient.norm():.3f}\n")
 
 other = torch.tensor([-0.800, -2.540, 0.280, 0.066, 0.500, -1.240, 0.021, 0.000])
 (ours, our_scale), (theirs, their_scale) = to_int8(gradient), to_int8(other)

@@ -22,20 +22,22 @@ def cut(stream, position):
 
 
 def train(steps, positions, world_size):
-    """What the ranks do, one after the other. Each has its own streams, and their positions."""
+    """What the ranks do, one after the other. Returns the positions of the streams after each step.
+
+    Each rank has its own streams, and their positions."""
     sequences = {s: cut(s, positions[s]) for s in range(G)}
+    checkpoints = {}
     for step in steps:
         for rank in range(world_size):
             for stream in range(G)[rank::world_size]:
                 tokens, positions[stream] = next(sequences[stream])
                 print(f"step {step}, rank {rank}, stream {stream}:", *tokens)
+        checkpoints[step] = list(positions)
+    return checkpoints
 
 
-print("without a stop, one rank")
-train([1, 2, 3], [[0, 0, 0]] * G, world_size=1)
-print("stopped after step 2")
-checkpoint = [[0, 0, 0]] * G
-train([1, 2], checkpoint, world_size=1)
-print("checkpoint:", checkpoint)
-print("resumed on two ranks")
-train([3], checkpoint, world_size=2)
+print("one rank")
+checkpoints = train([1, 2, 3], [[0, 0, 0]] * G, world_size=1)
+print("checkpoint of step 2:", checkpoints[2])
+print("resumed from it on two ranks")
+train([3], checkpoints[2], world_size=2)

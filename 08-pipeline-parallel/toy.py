@@ -13,7 +13,7 @@ weights = torch.arange(2.0, last + 3.0, requires_grad=True)  # the whole model: 
 weight = weights[stage].detach().clone().requires_grad_()  # what this pipeline stage has of it
 
 num_ahead = last - stage  # by how much forward passes are ahead of backward passes: 1 and 0
-in_flight, sends = deque(), []
+in_flight, sends, order = deque(), [], []
 for i in range(len(xs) + num_ahead):
     if i < len(xs):  # the forward pass of micro-batch i
         inputs = xs[i].clone()
@@ -21,7 +21,7 @@ for i in range(len(xs) + num_ahead):
             dist.recv(inputs, src=stage - 1)
             inputs.requires_grad_()
         outputs = weight * inputs
-        print(f"stage {stage}: F{i} computes {outputs} from {inputs}")
+        order.append(f"F{i} {outputs:.0f}")
         if stage < last:
             sends.append(dist.isend(outputs.detach(), dst=stage + 1))
         else:
@@ -34,13 +34,14 @@ for i in range(len(xs) + num_ahead):
         if stage < last:
             dist.recv(gradient, src=stage + 1)
         outputs.backward(gradient)
-        print(f"stage {stage}: B{i - num_ahead} starts from {gradient}, .grad is {weight.grad}")
+        order.append(f"B{i - num_ahead} {gradient:.0f}")
         if stage > 0:
             sends.append(dist.isend(inputs.grad, dst=stage - 1))
 
 for send in sends:
     send.wait()
 ((weights.prod() * xs - targets) ** 2 / 2).sum().backward()  # the same in one process
+print(f"stage {stage}:", *order, sep="   ")
 print(f"stage {stage}: gradient {weight.grad}, in one process {weights.grad[stage]}")
 
 dist.barrier()

@@ -381,7 +381,7 @@ def test_the_export_is_the_trained_model(tmp_path):
         run(stage, processes, *flags, "-e", stage, *more)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / stage / "final_model")
         logits[stage] = model(tokens).logits
-    assert torch.allclose(logits["01-single-gpu"], logits[STAGE], atol=1e-5)
+    assert torch.allclose(logits["01-single-gpu"], logits[STAGE], atol=1e-4)
 
 
 @pytest.mark.law1

@@ -105,6 +105,14 @@ def run_stage(how, stage, processes, *more, patch=None):
         return result_of(how, Path(folder, "run"))
 
 
+def run_on_one_core(how):
+    """One run of stage 01 with one thread; its result."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / STAGE_01 / "train-llm.py"), "--no-compile"]
+        call([*command, *flags_of(how, "run", folder)], OMP_NUM_THREADS="1")
+        return result_of(how, Path(folder, "run"))
+
+
 def run_side_by_side(how):
     """Two runs of stage 01 at once, each with one thread and half of the batch: tokens/s summed."""
     half = how | {"global_batch_size": how["global_batch_size"] // 2}
@@ -489,6 +497,26 @@ def pipeline():
     head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB"]
     head.append("between pipeline stages, MB")
     report("pipeline", head, rows)
+
+
+def pipeline_speed():
+    """Stage 08 in two pipeline stages, of four equal blocks each, against stage 01 on one core."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M") | {"seq_length": 128, "batch_size": 4, "warm": 1}
+        for micro_batches in (2, 8):
+            how |= {"global_batch_size": 4 * micro_batches, "steps": 3}
+            contenders = {
+                "stage 01": partial(run_on_one_core, how),
+                "stage 08": partial(run_stage, how, STAGE_08, 2, "--stages", 2),
+            }
+            results = in_turn(contenders)
+            row = [micro_batches, f"{2 * micro_batches / (micro_batches + 1):.2f}"]
+            row += [rate(results, "stage 08"), rate(results, "stage 01")]
+            rows.append(row + [*ratios(results, "stage 08", "stage 01")])
+    head = ["micro-batches of 512 tokens", "2 M / (M + 1)", "two pipeline stages, tokens/s"]
+    head += ["stage 01 on one core, tokens/s", "ratio, median of 3", "range"]
+    report("pipeline-speed", head, rows)
 
 
 def sent_by_pipeline(config, processes, num_stages, how):

@@ -82,6 +82,7 @@ COMMANDS = {
     "streaming": bench_speed.streaming,
     "tensor": bench_speed.tensor,
     "pipeline": bench_speed.pipeline,
+    "pipeline-speed": bench_speed.pipeline_speed,
     "wire": bench_compression.wire,
     "encode": bench_compression.encode,
     "link": bench_compression.link,

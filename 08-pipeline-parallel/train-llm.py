@@ -188,7 +188,7 @@ def main(args):
     # passed those before it, and at the end the first one waits for the last gradients. The share
     # of a step in which a rank is idle is called the bubble. The formula is for equal stages.
     bubble = (num_stages - 1) / (grad_accum_steps + num_stages - 1)
-    say(f"a pipeline stage is idle for {bubble:.0%} of a step, less with a smaller --batch-size")
+    say(f"equal pipeline stages are idle for {bubble:.0%} of a step, less with a smaller -b")
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # small updates would be rounded away.

@@ -114,12 +114,20 @@ DUMP = """
 """
 # Behind the backward passes of a step.
 PLACE = "        # Update. The gradients are clipped"
+# A new model's biases are zero, which hides mistakes.
+NEW_MODEL = "        return transformers.AutoModelForCausalLM.from_config(config, **options)\n"
+BIASES = """        model = transformers.AutoModelForCausalLM.from_config(config, **options)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
+        return model
+"""
 
 
 def gradients(folder, stage, processes, *flags):
     """A stage's gradients of the first step, by name, before they are clipped."""
-    edit = (PLACE, DUMP.replace("{TO}", str(folder / f"{stage}.pickle")) + PLACE)
-    run(stage, processes, *flags, path=mutant(folder / stage, stage, edit))
+    dump = (PLACE, DUMP.replace("{TO}", str(folder / f"{stage}.pickle")) + PLACE)
+    run(stage, processes, *flags, path=mutant(folder / stage, stage, dump, (NEW_MODEL, BIASES)))
     return pickle.loads((folder / f"{stage}.pickle").read_bytes())
 
 

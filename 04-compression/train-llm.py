@@ -226,8 +226,8 @@ def main(args):
     # parameters of a block from its row before its forward pass, frees them after it, and gathers
     # them again for its backward pass. Then it averages the gradients of the block over the row,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
-    # gradients of a few blocks at a time. What is in no block, such as the embeddings, belongs to
-    # the model itself, the root module, which is therefore the last one in the loop.
+    # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
+    # These belong to the model itself, the root module, which is therefore last in the loop.
     #
     # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
     # gradients are averaged in fp32. The loss is computed in fp32, as before.

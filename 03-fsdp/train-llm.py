@@ -283,7 +283,7 @@ def main(args):
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
             # By default each backward pass averages, so a rank keeps only gradients of its shards.
-            # --no-reshard-after-forward is for ranks with room for all gradients and parameters:
+            # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP:
             # It is enough to average the gradients once per step, in the backward pass of the last
             # micro-batch.
             is_last = i == len(micro_batches) - 1

@@ -130,3 +130,30 @@ def test_the_readmes_line_for_a_card_of_24_gb():
     row = "| " + " | ".join(map(str, [*gigabytes, round(sum(gigabytes), 1)])) + " |"
     assert row in (ROOT / "GUIDE.md").read_text()
     assert sum(parts) < 0.75 * 24e9
+
+
+def test_what_fits_by_the_table_of_the_readme():
+    """Models of 1 and 8 billion parameters. The other rows are held by the test above, and by the
+    table of chapter 05."""
+    rows = (ROOT / "README.md").read_text()
+    llama = scale.config_of("Llama-3.2-1B")
+    total = sum(scale.one_device(llama, 4 * 1024, checkpointing=True))
+    assert f"| Llama-3.2-1B | one GPU | 4 of 1024 tokens | {total / 1e9:.1f} |" in rows
+
+    qwen = transformers.Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    )
+    n, block = scale.parameters(qwen)
+    layers, h, tokens = qwen.num_hidden_layers, qwen.hidden_size, 2 * 1024
+    model = (scale.state_bytes(n, 8), n - layers * block, block)
+    again = tokens * scale.activation_bytes(qwen)
+    logits, last = tokens * scale.logit_bytes(qwen), 2 * qwen.vocab_size * h
+    total = scale.peak_bytes(*model, tokens * layers * 2 * h, again, logits, last)
+    assert f"| Qwen3-8B | eight GPUs of a machine | 2 of 1024 tokens | [{total / 1e9:.0f}]" in rows

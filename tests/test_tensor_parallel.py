@@ -384,12 +384,14 @@ def test_the_export_is_the_trained_model(tmp_path):
     """`from_pretrained` opens it, and its logits are those of the same run on one process."""
     tokens = torch.arange(32)[None] * 7 % 384
     logits = {}
-    flags = (*FEW, "--save-dir", tmp_path)
+    # AdamW divides by the size of a gradient, so it turns rounding into differences of the learning
+    # rate where a gradient is nearly 0.
+    flags = (*FEW, "--lr", "2e-4", "--save-dir", tmp_path)
     for stage, processes, more in (("01-single-gpu", 1, ()), (STAGE, 2, ("--tensor-size", 2))):
         run(stage, processes, *flags, "-e", stage, *more)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / stage / "final_model")
         logits[stage] = model(tokens).logits
-    assert torch.allclose(logits["01-single-gpu"], logits[STAGE], atol=1e-4)
+    assert torch.allclose(logits["01-single-gpu"], logits[STAGE], atol=1e-5)
 
 
 @pytest.mark.law1

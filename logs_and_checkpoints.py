@@ -90,7 +90,7 @@ def lock_run_dir(run_dir):
     """Creates the folder of a run, and ends the run if another one trains in it.
 
     Rank 0 locks the file `lock`. The system releases the lock when the process ends, also after
-    kill -9."""
+    kill -9. Some network file systems have no locks: there the run goes on without one."""
     if RANK > 0:
         return
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -99,6 +99,8 @@ def lock_run_dir(run_dir):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"-e {run_dir.name}: another process trains in {run_dir}")
+    except OSError as error:
+        say(f"{run_dir} cannot be locked, start only one run there: {error}")
 
 
 def describe_run(model, seq_length, device):
@@ -286,6 +288,8 @@ class RunLog:
         """Logs metrics of an optimizer step. They are empty in steps that are not logged."""
         self.last_step = step
         self.bar.update(step - self.bar.n)
+        if metrics and self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()  # a peak is that of the steps since the last line
         if RANK > 0 or not metrics:
             return
 
@@ -388,7 +392,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.temporary.rename(self.folder)
         flush(self.folder.parent)
         for old in checkpoints(self.folder.parent)[self.keep :]:
-            shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+            try:
+                shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+            except OSError as error:  # another user's file, or one that is open on another machine
+                say(f"{old} cannot be removed: {error}")
 
 
 def checkpoint_tensors(model, optimizer):
@@ -402,47 +409,64 @@ def checkpoint_tensors(model, optimizer):
 def load_checkpoint(run_dir, model, optimizer, experiment, flags):
     """Loads the newest checkpoint. Returns its `values`, {"step": 0} if there is none.
 
-    Ends the run if its `experiment`, a dict, is not the same. Other flags may differ, and those
-    that do are printed."""
-    if RANK == 0:
-        for leftover in run_dir.glob("step-*.tmp"):  # a kill has left it
-            shutil.rmtree(leftover)
-
-    folders = from_rank_0(checkpoints(run_dir))
-    if not folders:
+    Ends the run if the checkpoint cannot be loaded, or if its `experiment`, a dict, is not the
+    same. Other flags may differ, and those that do are printed."""
+    # Rank 0 alone chooses the checkpoint. If each rank did, one of them that cannot see the newest
+    # one for a moment would go on from an older step than the others.
+    folder, values, names = from_rank_0(newest_checkpoint(run_dir) if RANK == 0 else None)
+    if folder is None:
         return {"step": 0}
+    check_same(experiment, values["experiment"], f"in the run in {run_dir}")
+
     # To create Adam's moments, this makes a step with gradients of 0. What is loaded replaces them.
     # In a new run that step would count, so this must not be called if nothing is loaded.
     tensors = checkpoint_tensors(model, optimizer)
-    for folder in folders:
-        try:
-            values = json.loads((folder / "state.json").read_text())
-            check_same(experiment, values["experiment"], f"in the run in {run_dir}")
-            dcp.load(tensors, checkpoint_id=folder)
-        except (OSError, ValueError, dcp.api.CheckpointException) as error:
-            say(f"{folder} cannot be loaded, the one before is used: {cause_of(error)!r}")
-            continue
-        if RANK == 0:
-            for damaged in folders[: folders.index(folder)]:
-                shutil.rmtree(damaged.with_suffix(".damaged"), ignore_errors=True)
-                damaged.rename(damaged.with_suffix(".damaged"))
-        dcp_state.set_model_state_dict(model, tensors["model"])
-        optimizer_state = dcp_state.get_optimizer_state_dict(model, optimizer)  # hyperparameters
-        optimizer_state["state"] = tensors["moments"]
-        dcp_state.set_optimizer_state_dict(model, optimizer, optimizer_state)
-        say(f"resumed from {folder}")
-        for name, value in flags.items():
-            if values["flags"].get(name, value) != value:
-                say(f"--{name.replace('_', '-')} {values['flags'][name]} → {value}")
-        return values
-    fail(f"no checkpoint in {run_dir} can be loaded")
+    # Parameters that have had no gradient yet have no moments in the checkpoint.
+    moments = tensors["moments"]
+    tensors["moments"] = {k: moments[k] for k in moments if f"moments.{k}.step" in names}
+    try:
+        dcp.load(tensors, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        fail_to_load(folder, cause_of(error))
+
+    dcp_state.set_model_state_dict(model, tensors["model"])
+    optimizer_state = dcp_state.get_optimizer_state_dict(model, optimizer)  # hyperparameters
+    optimizer_state["state"] = tensors["moments"]
+    options = dcp_state.StateDictOptions(strict=False)  # there need not be moments for all
+    dcp_state.set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    say(f"resumed from {folder}")
+    for name, value in flags.items():
+        if values["flags"].get(name, value) != value:
+            say(f"--{name.replace('_', '-')} {values['flags'][name]} → {value}")
+    return values
+
+
+def newest_checkpoint(run_dir):
+    """The folder of the newest checkpoint, its plain values, and the names of its tensors.
+
+    All three are None if there is none. Removes what a kill has left of others."""
+    for leftover in run_dir.glob("step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    folders = checkpoints(run_dir)
+    if not folders:
+        return None, None, None
+    try:
+        values = json.loads((folders[0] / "state.json").read_text())
+        metadata = dcp.FileSystemReader(folders[0]).read_metadata()
+    except Exception as error:  # a file may hold anything
+        fail_to_load(folders[0], error)
+    return folders[0], values, set(metadata.state_dict_metadata)
+
+
+def fail_to_load(folder, error):
+    """Ends the run because a checkpoint cannot be loaded, and says what to do."""
+    advice = "try again, or remove this folder to resume from an earlier one"
+    fail(f"{folder} cannot be loaded: {error!r}; {advice}")
 
 
 def cause_of(error):
-    """What went wrong on the first rank that failed, if the error is one of DCP's."""
-    for cause, _ in getattr(error, "failures", {}).values():
-        return cause
-    return error
+    """What went wrong on the first rank that failed: DCP's own text has a traceback for each."""
+    return next(cause for cause, _ in error.failures.values())
 
 
 def check_same(experiment, other, where):

@@ -173,6 +173,9 @@ def main(args):
     # replace the code for the full ones with slower code for all sizes.
     loss_fn = sum_cross_entropy
     if args.compile or (device.type == "cuda" and not args.no_compile):
+        # In some models blocks differ, in a scale by depth for example, and each has its own code.
+        # By default no more than 8 pieces of code are made of a function.
+        torch._dynamo.config.recompile_limit += 2 * len(blocks)
         for block in blocks:
             block.forward = torch.compile(block.forward, dynamic=False)
         loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
@@ -217,15 +220,10 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
 
-    # Learning rate. The scheduler holds a function that maps a step to a factor of the learning
-    # rate. We call that function ourselves, so that a resumed run needs to know the step only, and
-    # no state of the scheduler.
+    # The learning rate rises in the warm-up: the first gradients of random weights are large, and
+    # the moments of AdamW are means of few of them.
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
-    scheduler = transformers.get_scheduler(
-        args.lr_scheduler, optimizer, args.warmup_steps, total_steps
-    )
-    lr_factor = scheduler.lr_lambdas[0]
 
     # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
     # the backward pass, and divides the gradients by it afterwards. It does nothing for bf16 and
@@ -238,6 +236,9 @@ def main(args):
     if run_dir:
         resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
     last_step = resumed["step"]
+    if last_step >= total_steps and (run_dir / "final_model").exists():
+        say(f"{run_dir} is finished: without final_model it would be exported again")
+        return
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
     log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
@@ -284,7 +285,7 @@ def main(args):
         # batch does not dominate the moments of AdamW for many steps.
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        lr = args.lr * lr_factor(step - 1)
+        lr = args.lr * lr_factor(step, args.lr_scheduler, args.warmup_steps, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         scaler.step(optimizer)
@@ -332,10 +333,8 @@ def main(args):
             log.step(step, metrics)
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
-    # Export the model for `from_pretrained`. Then evaluate it once more, and show what it writes
-    # after the first words of a text, or as an answer, in data that were held out from training.
-    if run_dir:
-        save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
+    # Evaluate the model once more, and show what it writes after the first words of a text, or as
+    # an answer, in data that were held out from training. Then export it for `from_pretrained`.
     row = eval_data[-1]
     is_target = row.get("labels", row["input_ids"]) != -100
     answers = (is_target[1:] & ~is_target[:-1]).nonzero() + 1  # where they begin
@@ -346,7 +345,10 @@ def main(args):
         tokens = sample(model, tokens, start, device)
     log.step(log.last_step, metrics)
     log.sample(tokenizer, tokens[:start], tokens[start:])
+    if run_dir:
+        save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
     log.close()
+    dist.barrier(loading_group)  # rank 0 writes the model, and may still send to Comet
 
 
 def share_of_rank(indices, group):
@@ -404,6 +406,21 @@ def sum_cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+def lr_factor(step, schedule, warmup_steps, total_steps):
+    """The learning rate of a step as a share of --lr. It depends on nothing else than the step.
+
+    Steps count from 1. The share is 1 / warmup_steps in the first one, and 1 at the end of the
+    warm-up. Then it falls, and would be 0 in the step after the last one."""
+    if step < warmup_steps:
+        return step / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = (step - warmup_steps) / (total_steps + 1 - warmup_steps)
+    if schedule == "linear":
+        return 1 - progress
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
 def check_finite(step, metrics, scaler):
     """Ends the run if loss or gradient is not finite: its checkpoints would replace good ones."""
     loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
@@ -417,11 +434,16 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
     """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
 
     There is no model.eval(): dropout is 0 in training too."""
-    indices = range(len(data))
-    micro_batches, num_targets = make_micro_batches(data, indices, batch_size, device, group)
     total = torch.zeros((), device=device)
-    for input_ids, targets in micro_batches:
-        total += loss_sum(model, input_ids, targets, loss_fn)
+    num_targets = torch.zeros((), dtype=torch.int64, device=device)
+    indices = range(len(data))
+    global_batch_size = batch_size * dist.get_world_size(group)
+    for first in range(0, len(data), global_batch_size):
+        batch = indices[first : first + global_batch_size]
+        micro_batches, count = make_micro_batches(data, batch, batch_size, device, group)
+        for input_ids, targets in micro_batches:
+            total += loss_sum(model, input_ids, targets, loss_fn)
+        num_targets += count
     dist.all_reduce(total, group=group)
     dist.all_reduce(num_targets, group=group)
     loss = (total.double() / num_targets).item()  # NaN if there is no target
@@ -782,20 +804,22 @@ def parse_args():
     add("--num-epochs", type=int, default=3, help="passes over the training data")
     add("--max-steps", type=int, help="end the run here, None: after --num-epochs")
     add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
-    schedulers = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup"
-    add("--lr-scheduler", choices=schedulers.split(), default="cosine", help="shape of the curve")
+    schedules = ("cosine", "linear", "constant")
+    add("--lr-scheduler", choices=schedules, default="cosine", help="after the warm-up")
     add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
     add("--weight-decay", type=float, help="of matrices, None: 0.1, or 0.01 with loaded weights")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
     args = parser.parse_args()
 
-    # Below, a run would train nothing, or, with --max-grad-norm, in the wrong direction.
+    # Otherwise a run would train nothing, or, with --max-grad-norm, in the wrong direction.
     above_zero = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "max_grad_norm")
     above_zero += ("log_freq", "ckpt_freq", "keep_checkpoints", "eval_sequences")
     for name in above_zero:
         value = getattr(args, name)
         if value is not None and value <= 0:
             fail(f"--{name.replace('_', '-')} {value}: must be above 0")
+    if args.seed < 0:
+        fail(f"--seed {args.seed}: must not be below 0")
     return args
 
 

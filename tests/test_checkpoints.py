@@ -17,15 +17,17 @@ from conftest import (
     fork,
     metrics,
     mount_small_disk,
+    mutant,
     run,
     same_bits,
     script,
 )
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import LlamaConfig
+from transformers import BartConfig, LlamaConfig
 
 # A schedule that does not depend on the total, so that --max-steps says where a run stops.
-STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant_with_warmup")
+STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant")
 STEADY += ("--warmup-steps", "5", "--seed", "1")
 # A schedule over 12 steps, with a checkpoint after every third.
 SAVING = (*SMALL, "--log-freq", "1", "--max-steps", "12", "--ckpt-freq", "3", "--seed", "2")
@@ -181,56 +183,127 @@ def empty(path):
     path.write_bytes(b"")
 
 
+def strike(action, rank=0):
+    """An environment in which an operation fails, see tests/support/faults."""
+    return {"PYTHONPATH": str(FAULTS), "STRIKE": action, "STRIKE_RANK": str(rank)}
+
+
 DAMAGES = [(truncate, FILES[0]), (Path.unlink, FILES[1]), (empty, FILES[2])]
 
 
 @pytest.mark.law4
 @pytest.mark.parametrize(("damage", "file"), DAMAGES)
-def test_a_checkpoint_that_cannot_be_loaded_is_skipped(damage, file, copy, uninterrupted):
-    damage(copy / "a" / "step-00000012" / file)
-    (copy / "a" / "step-00000012.damaged" / "earlier").mkdir(parents=True)
-    out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
-    assert f"{copy}/a/step-00000012 cannot be loaded, the one before is used: " in out
-    assert f"resumed from {copy}/a/step-00000009" in out
-    assert (copy / "a" / "step-00000012.damaged").is_dir()
-    assert (copy / "a" / "step-00000012").is_dir()
-    assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
-
-
-@pytest.mark.law4
-@pytest.mark.slow
-def test_all_ranks_skip_the_same_checkpoints(copy):
-    """Two damaged ones in a row, and three ranks."""
-    truncate(copy / "a" / "step-00000012" / "__0_0.distcp")
-    truncate(copy / "a" / "step-00000009" / ".metadata")
-    out = run("03-fsdp", 3, *SAVING, *named(copy)).out
-    assert "step-00000012 cannot be loaded" in out
-    assert "step-00000009 cannot be loaded" in out
-    assert f"resumed from {copy}/a/step-00000006" in out
-
-
-@pytest.mark.law4
-def test_if_no_checkpoint_can_be_loaded_nothing_is_touched(copy):
-    """Not a new run on top of it: the files may be whole, and the packages of another version."""
-    for step in (3, 6, 9, 12):
-        truncate(copy / "a" / f"step-{step:08d}" / "__0_0.distcp")
+def test_a_checkpoint_that_cannot_be_loaded_is_named(damage, file, copy, uninterrupted):
+    """Nothing is touched: the files may be whole, and the packages of another version. Without the
+    folder the run goes on from the checkpoint before it."""
+    newest = copy / "a" / "step-00000012"
+    damage(newest / file)
     before = sorted(copy.rglob("*"))
     result = run("01-single-gpu", 1, *SAVING, *named(copy), check=False)
     assert result.returncode == 1
-    said = f"no checkpoint in {copy}/a can be loaded"
-    assert result.errors == [f"train-llm.py: error: {said}"]
+    [line] = result.errors
+    assert line.startswith(f"train-llm.py: error: {newest} cannot be loaded: ")
+    assert line.endswith("; try again, or remove this folder to resume from an earlier one")
+    assert sorted(copy.rglob("*")) == before
+    shutil.rmtree(newest)
+    out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
+    assert f"resumed from {copy}/a/step-00000009" in out
+    assert same_bits(uninterrupted("01-single-gpu", 1), metrics(copy / "a"), range(1, 13))
+
+
+# What a network file system may answer to one of the ranks.
+READS = ["state.json", ".metadata", "__0_0.distcp"]
+
+
+@pytest.mark.law4
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "file", [x if x == READS[1] else pytest.param(x, marks=pytest.mark.slow) for x in READS]
+)
+def test_ranks_go_on_from_the_same_step_or_not_at_all(file, rank, copy, uninterrupted):
+    """One rank cannot read a file of the newest checkpoint, a single time."""
+    before = sorted(copy.rglob("*"))
+    faults = strike(f"ESTALE open step-00000012/{file} 1", rank)
+    flags = (*SAVING, *named(copy), "--max-steps", "15")
+    result = run("02-ddp", 2, *flags, check=False, **faults)
+    if (file, rank) == ("state.json", 1):  # rank 0 alone reads it
+        assert result.returncode == 0
+        assert f"resumed from {copy}/a/step-00000012" in result.out
+        return
+    assert result.returncode != 0
+    [line] = result.errors
+    assert line.startswith(f"train-llm.py: error: {copy}/a/step-00000012 cannot be loaded: ")
+    assert "Stale file handle" in line
     assert sorted(copy.rglob("*")) == before
 
 
 @pytest.mark.law4
-def test_a_finished_run_exports_again(copy):
-    """After a kill in the export, say. It trains no step."""
-    before = metrics(copy / "a")
-    shutil.rmtree(copy / "a" / "final_model")
+def test_a_file_system_without_locks(tmp_path):
+    """flock fails on Lustre that is mounted without it, and on some FUSE mounts."""
+    flags = (*SMALL, *named(tmp_path), "--max-steps", "2")
+    out = run("01-single-gpu", 1, *flags, **strike("ENOSYS fcntl.flock 6 1")).out
+    assert f"{tmp_path}/a cannot be locked, start only one run there: [Errno 38]" in out
+    assert (tmp_path / "a" / "final_model").exists()
+
+
+@pytest.mark.law4
+def test_an_old_checkpoint_that_cannot_be_removed(tmp_path):
+    """The new one is saved all the same, and the next start does not stumble over what is left."""
+    flags = (*SAVING, *named(tmp_path), "--keep-checkpoints", "1")
+    faults = strike("EACCES os.remove __0_0.distcp 1")
+    out = run("01-single-gpu", 1, *flags, "--max-steps", "6", **faults).out
+    assert f"{tmp_path}/a/step-00000003 cannot be removed: [Errno 13]" in out
+    assert (tmp_path / "a" / "step-00000003.tmp").exists()
+    faults = strike("EACCES os.remove __0_0.distcp 1")  # at the start
+    out = run("01-single-gpu", 1, *flags, "--max-steps", "9", **faults).out
+    assert f"resumed from {tmp_path}/a/step-00000006" in out
+    assert (tmp_path / "a" / "step-00000009").exists()
+
+
+@pytest.mark.law4
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["02-ddp", "05-multinode"])
+def test_an_export_that_takes_longer_than_the_timeout(stage, tmp_path):
+    """The other ranks wait for it in a group with a long timeout."""
+    if stage == "05-multinode":
+        path, flags = script(stage), ("--timeout", "20")
+    else:
+        short = 'dist.init_process_group("gloo", timeout=timedelta(seconds=20))'
+        path = mutant(tmp_path, stage, ('dist.init_process_group("gloo")', short))
+        flags = ()
+    flags = (*exact(stage, 2), *SMALL, *named(tmp_path), "--max-steps", "2", *flags)
+    run(stage, 2, *flags, path=path, **strike("sleep:35 open final_model.tmp/config.json 1"))
+    assert (tmp_path / "a" / "final_model" / "model.safetensors").exists()
+
+
+@pytest.mark.law3
+def test_a_parameter_without_a_gradient(tmp_path, curve):
+    """A decoder with a cross-attention that nothing uses. Its moments begin when it is used."""
+    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 64}
+    config = BartConfig(vocab_size=384, decoder_attention_heads=2, **sizes, pad_token_id=0)
+    config.save_pretrained(tmp_path / "model")
+    flags = (*STEADY, "-m", tmp_path / "model", "--from-scratch")
+    whole = curve("01-single-gpu", 1, *flags, "--max-steps", 6)
+    run("01-single-gpu", 1, *flags, *named(tmp_path), "--max-steps", 3)
+    saved = FileSystemReader(tmp_path / "a" / "step-00000003").read_metadata().state_dict_metadata
+    unused = [k for k in saved if k.startswith("model.") and f"moments{k[5:]}.step" not in saved]
+    assert any("encoder_attn" in name for name in unused)
+    assert "resumed from" in run("03-fsdp", 2, *flags, *named(tmp_path), "--max-steps", 6).out
+    assert_same_curve(whole, metrics(tmp_path / "a"), range(1, 7))
+
+
+@pytest.mark.law4
+def test_a_finished_run_changes_nothing(copy):
+    """Unless its export is missing, after a kill say. It trains no step."""
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
     out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
-    assert f"resumed from {copy}/a/step-00000012" in out
+    assert f"{copy}/a is finished: " in out
+    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()} == before
+    lines = metrics(copy / "a")
+    shutil.rmtree(copy / "a" / "final_model")
+    assert "is finished" not in run("01-single-gpu", 1, *SAVING, *named(copy)).out
     assert (copy / "a" / "final_model" / "model.safetensors").exists()
-    assert metrics(copy / "a") == before
+    assert metrics(copy / "a") == lines
 
 
 @pytest.mark.law4

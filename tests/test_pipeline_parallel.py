@@ -341,7 +341,7 @@ def test_bytes_between_pipeline_stages(tmp_path):
 
 # Checkpoints
 
-STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant_with_warmup")
+STEADY = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant")
 STEADY += ("--warmup-steps", "5")
 WALK = [
     ("01-single-gpu", 1, ()),

@@ -45,7 +45,7 @@ def test_the_curve_is_that_of_a_bare_loop(curve):
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        factor = step / 3 if step < 3 else (1 + math.cos(math.pi * (step - 3) / 9)) / 2
+        factor = (step + 1) / 3 if step < 3 else (1 + math.cos(math.pi * (step - 2) / 10)) / 2
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * factor
         optimizer.step()

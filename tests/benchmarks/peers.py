@@ -55,8 +55,10 @@ def now():
 
 
 def schedule(optimizer, how):
+    """As in the stages, where steps count from 1."""
     warmup = min(100, how["steps"] // 10)
-    return transformers.get_scheduler("cosine", optimizer, warmup, how["steps"])
+    cosine = transformers.get_scheduler("cosine", optimizer, warmup, how["steps"] + 1).lr_lambdas[0]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: cosine(done + 1))
 
 
 def print_result(how, times, losses, tokens_per_step):

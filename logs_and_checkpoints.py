@@ -219,7 +219,10 @@ class RunLog:
     def open_comet(self):
         """Starts or continues the Comet experiment. Whatever goes wrong, training goes on."""
         offline = self.flags["comet_offline"]
-        if not offline and "COMET_API_KEY" not in os.environ:
+        # These are the places in which Comet looks for a key. To import Comet takes a second.
+        files = [Path(".comet.config"), Path.home() / ".comet.config"]
+        may_have_key = {"COMET_API_KEY", "COMET_CONFIG"} & os.environ.keys()
+        if not (offline or may_have_key or any(file.exists() for file in files)):
             say("Comet is off: set COMET_API_KEY, or use --comet-offline without an account")
             return
 
@@ -230,6 +233,8 @@ class RunLog:
         try:
             import comet_ml
 
+            if not offline and not comet_ml.get_config("comet.api_key"):
+                raise ValueError("there is no API key")
             config = comet_ml.ExperimentConfig(
                 name=self.flags["experiment_name"],
                 offline_directory=str(self.run_dir / "comet"),

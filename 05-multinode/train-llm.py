@@ -1007,16 +1007,16 @@ def load_model(config, weights, attn, seed):
 def send_weights(model, full_weights, device, cpu_offload):
     """Gives all ranks their shards of `full_weights`, a state dict that has values on rank 0 only.
 
-    On the other ranks the model is still on the meta device. There `to_empty` gives its tensors
-    storage, with arbitrary values, which are replaced by what rank 0 sends."""
-    if dist.get_rank() > 0:
-        model.to_empty(device="cpu" if cpu_offload else device)
+    On the other ranks the model is still on the meta device. `to_empty` gives its tensors storage,
+    with arbitrary values, which are replaced by what rank 0 sends."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    model.to_empty(device="cpu" if cpu_offload else device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full_weights, options=options)
     # A state dict lacks some buffers, such as the frequencies of rotary embeddings.
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+    for name, buffer in buffers.items():
         owner, _, key = name.rpartition(".")
-        buffer = buffer.to(device)
+        buffer = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
         dist.broadcast(buffer, src=0)
         setattr(model.get_submodule(owner), key, buffer)
 

@@ -893,9 +893,9 @@ def load_model(config, weights, attn, seed):
 def send_weights(model, full_weights, device, cpu_offload):
     """Gives all ranks their shards of `full_weights`, a state dict that has values on rank 0 only.
 
-    The model is still on the meta device. `to_empty` gives its tensors storage, with arbitrary
-    values, which are replaced by what rank 0 sends."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))  # on rank 0 they have values
+    On the other ranks the model is still on the meta device. `to_empty` gives its tensors storage,
+    with arbitrary values, which are replaced by what rank 0 sends."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     model.to_empty(device="cpu" if cpu_offload else device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full_weights, options=options)

@@ -252,11 +252,14 @@ def test_a_server_that_goes_away_stops_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_never_answers_delays_the_start_by_two_requests(tmp_path):
-    """It takes connections and is silent. A request gives up after 10 s, so that is 20 s."""
+    """It takes connections and is silent. A request gives up after 10 s, so that is 20 s.
+
+    The key is in a file, where `comet init` writes it."""
+    (tmp_path / ".comet.config").write_text(f"[comet]\napi_key={KEY}\n")
     silent = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
     flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "2")
-    result = run("01-single-gpu", 1, *flags, COMET_API_KEY=KEY, COMET_URL_OVERRIDE=url)
+    result = run("01-single-gpu", 1, *flags, HOME=str(tmp_path), COMET_URL_OVERRIDE=url)
     assert "Comet cannot be reached, training goes on without it" in result.out
     silent.setblocking(False)
     connections = 0
@@ -274,6 +277,14 @@ def test_without_a_key_there_is_one_hint_and_no_question(tmp_path):
     result = run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
     assert result.out.count("Comet") == 1
     assert not (tmp_path / "a" / "comet").exists()
+
+
+@pytest.mark.law5
+def test_a_configuration_of_comet_without_a_key(tmp_path):
+    (tmp_path / ".comet.config").write_text("[comet]\nworkspace=mine\n")
+    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
+    result = run("01-single-gpu", 1, *flags, HOME=str(tmp_path))
+    assert "training goes on without it: ValueError('there is no API key')" in result.out
 
 
 def test_an_unnamed_run_only_prints(tmp_path):

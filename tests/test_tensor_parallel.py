@@ -379,6 +379,26 @@ def test_a_run_changes_its_tensor_size(curve, tmp_path):
     assert_same_curve(whole, resumed, resumed)
 
 
+def bytes_before_sharding(folder, *edits):
+    """Of parameters that a rank has on its device between `split_layers` and FSDP, the most."""
+    probe = """    split_layers(model, mesh["tensor"])
+    parts = [p.to_local() for p in model.parameters() if not p.is_meta]
+    print("bytes", sum(part.nbytes for part in parts))
+"""
+    path = mutant(folder, STAGE, ('    split_layers(model, mesh["tensor"])\n', probe), *edits)
+    lines = run(STAGE, 2, *SMALL, "--max-steps", 1, path=path).out.splitlines()
+    found = [int(line.split()[1]) for line in lines if line.startswith("bytes ")]
+    assert len(found) == 2
+    return max(found)
+
+
+def test_no_rank_has_its_part_of_all_layers_before_they_are_sharded(tmp_path):
+    """Rank 0 has loaded the weights. Of 8 billion parameters in two parts it would have 16 GB."""
+    assert bytes_before_sharding(tmp_path / "a") == 0
+    # The count sees the halves of the matrices.
+    assert bytes_before_sharding(tmp_path / "b", ('    model.to("meta")\n', "")) > 1_000_000
+
+
 @pytest.mark.law3
 def test_the_export_is_the_trained_model(tmp_path):
     """`from_pretrained` opens it, and its logits are those of the same run on one process."""

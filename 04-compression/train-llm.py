@@ -130,10 +130,10 @@ def main(args):
     if LOCAL_RANK == 0:
         dist.barrier(loading_group)
     experiment = check_data(args, config, train_data, eval_data)
-    # By default a machine holds a replica of the model. On a single machine each process does, so
-    # that there is something to compress.
+    # By default a machine holds a replica of the model.
     world_size, local_world_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if args.shard_size is None:
+        # On a single machine each process does, so that there is something to compress.
         args.shard_size = 1 if local_world_size == world_size else local_world_size
     # Another machine may have other files under the same name, or other flags.
     flags_and_contents = {**vars(args), **experiment}

@@ -144,10 +144,10 @@ def main(args):
     if LOCAL_RANK == 0:
         dist.barrier(loading_group)
     experiment = check_data(args, config, train_data, eval_data)
-    # By default a machine holds a replica of the model. On a single machine, too: its processes may
-    # have no memory for a model each.
+    # By default a machine holds a replica of the model.
     world_size, local_world_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if args.shard_size is None:
+        # On a single machine, too: its processes may have no memory for a model each.
         args.shard_size = local_world_size
     # Another machine may have other files under the same name, or other flags.
     flags_and_contents = {**vars(args), **experiment}

@@ -19,9 +19,17 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "gemma3": Gemma3TextConfig(**SIZES, sliding_window=16),
     "gpt2": GPT2Config(vocab_size=384, n_embd=16, n_layer=6, n_head=2, n_positions=64),
+    "gpt2 with a scale by depth": GPT2Config(
+        vocab_size=384,
+        n_embd=16,
+        n_layer=10,
+        n_head=2,
+        n_positions=64,
+        scale_attn_by_inverse_layer_idx=True,
+    ),
 }
 # The kinds of blocks: in Gemma 3 five of six layers have sliding-window attention.
-KINDS = {"llama": 1, "qwen3": 1, "gemma3": 2, "gpt2": 1}
+KINDS = {"llama": 1, "qwen3": 1, "gemma3": 2, "gpt2": 1, "gpt2 with a scale by depth": 10}
 # Micro-batches of 3, 3 and 2 sequences, and evaluation between the steps.
 UNEVEN = ("-s", "32", "--global-batch-size", "8", "-b", "3", "--max-steps", "4", "--eval-freq", "2")
 # PyTorch hands the compiler one graph after the other. This one counts them and compiles nothing,

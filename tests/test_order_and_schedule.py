@@ -73,6 +73,34 @@ def test_ranks_share_a_global_batch(stages, count, batch_size, world_size, seed)
     assert sum(len(input_ids) for input_ids, _ in alone) == count
 
 
+@pytest.mark.parametrize("world_size", [None, 1, 3])
+def test_an_evaluation_loads_one_micro_batch_at_a_time(stages, world_size, monkeypatch):
+    """And each sequence once, whatever the number of ranks."""
+    module = stages["02-ddp" if world_size else "01-single-gpu"]
+    loaded, seen = [], []
+    load_all = module.make_micro_batches
+
+    def make_micro_batches(*args):
+        micro_batches, count = load_all(*args)
+        loaded.append(len(micro_batches))
+        return micro_batches, count
+
+    def loss_sum(model, input_ids, targets, loss_fn):
+        real = (targets != -100).any(dim=1)
+        seen.extend((input_ids[real][:, 0] // LENGTH).tolist())
+        return torch.ones(())
+
+    monkeypatch.setattr(module, "make_micro_batches", make_micro_batches)
+    monkeypatch.setattr(module, "loss_sum", loss_sum)
+    for rank in range(world_size or 1):
+        ranks = Ranks(rank, world_size)
+        ranks.all_reduce = lambda tensor, group: None
+        monkeypatch.setattr(module, "dist", ranks, raising=False)
+        module.evaluate(None, DATA, 7, CPU, None, *([None] if world_size else []))
+    assert set(loaded) == {1}
+    assert sorted(seen) == list(range(len(DATA)))
+
+
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_the_learning_rate_is_a_function_of_the_step(stages, name, warmup):

@@ -161,7 +161,7 @@ def test_an_evaluation_is_not_the_peak_of_memory(tmp_path):
     LlamaConfig(**SIZES | sizes).save_pretrained(tmp_path / "m")
     flags = ("-m", tmp_path / "m", "-s", 256, "-b", 8, "--global-batch-size", 8, "--dtype", "bf16")
     flags += ("--max-steps", 3, "--eval-sequences", 8, "--compile")
-    place = "    # Export the model for"
+    place = "    # Evaluate the model once more"
     edits = [
         (place, f"    import resource\n    before = {PEAK}\n{place}"),
         (LAST_LINE, f'    say(f"peak grew by {{{PEAK} - before:.0f}} MiB")\n{LAST_LINE}'),

@@ -11,6 +11,7 @@ outputs/measured. What a case that failed has printed is in failures.log there.
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -86,9 +87,11 @@ def main():
             if end_of_part - begin > 20:
                 said = function(ranks, *args)
                 result = "PASS"
+        except NotHere as reason:
+            result, said = "SKIP", str(reason)
         except Exception as error:
             said = str(error) or repr(error)
-        said = " ".join(said.split())[:200].replace("|", "/")
+        said = " ".join(said.split())[:300].replace("|", "/")
         seconds = f"{time.monotonic() - begin:.0f}"
         print(f"{result} {name}, {ranks} ranks: {said}, in {seconds} s", flush=True)
         with lock:
@@ -163,8 +166,8 @@ def launch(ranks, path, *flags, watch=lambda process: None, **variables):
         words = shlex.join(map(str, [path, *flags]))
         with (MEASURED / "failures.log").open("a") as file:
             file.write(f"\n{ranks} ranks: {words} {code}:\n{text[-20000:]}\n")
-        errors = [line for line in text.splitlines() if "rror" in line]
-        raise RuntimeError(f"{code}: {errors[0] if errors else text[-200:]}")
+        error = re.search(r"\w*[Ee]rror: .*", text)
+        raise RuntimeError(f"{code}: {error[0] if error else text[-200:]}")
     return text
 
 
@@ -191,6 +194,10 @@ def known_curve(*args):
 # Cases. Each returns what it has measured, and raises an error if that is not as it should be.
 
 
+class NotHere(Exception):
+    """This machine cannot run the case."""
+
+
 def expect(is_true, said):
     if not is_true:
         raise AssertionError(said)
@@ -211,6 +218,8 @@ def same_curve(one, other, steps, factor=1):
 
 def in_fp32(ranks, stage, *flags, both=()):
     """Loss and gradient norm of 20 steps: those of stage 01, and in stage 06 those of one rank."""
+    if "--cpu-offload" in flags and not ON_GPU:
+        raise NotHere("FSDP moves shards to the CPU from a GPU only")
     one = (1, STAGE_06) if stage == STAGE_06 else (None, STAGE_01)
     one = known_curve(*one, *FP32, *both)
     return same_curve(one, curve(ranks, stage, *FP32, *both, *flags), range(1, STEPS + 1))
@@ -276,7 +285,8 @@ def leave_group():
 
 
 def processes_of_gpus(ranks):
-    """A rank has a CUDA context on its own GPU, and none on another."""
+    """A rank has a CUDA context on its own GPU, and none on another. (This is the first case, since
+    this program has no context yet.)"""
     most = Counter()
 
     def watch(process):
@@ -284,7 +294,8 @@ def processes_of_gpus(ranks):
         if ON_GPU:
             query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
             lines = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
-            now = Counter(line.split(",")[0] for line in lines)
+            pids = [line.split(", ") for line in lines]
+            now = Counter(gpu for gpu, pid in pids if pid != str(os.getpid()))
         else:
             with contextlib.suppress(psutil.NoSuchProcess):
                 for child in psutil.Process(process.pid).children():
@@ -317,7 +328,7 @@ def worker_replicas(shard_size, *flags):
     module = load(STAGE_04)
 
     def compare(run_dir, model, *_):
-        shards = [p.to_local().cpu().numpy().tobytes() for p in model.parameters()]
+        shards = [p.detach().to_local().cpu().numpy().tobytes() for p in model.parameters()]
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, shards)
         size = int(shard_size)
@@ -353,8 +364,10 @@ def resume(ranks):
 def node_leaves_and_joins(ranks):
     """Two nodes of one rank each, of which one is killed, and then a new one joins."""
     command = f'source "{RANKS_SH}" && env | grep -E "^(NCCL|GLOO)_"'
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    variables = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    environ = environment(PYTHON=sys.executable)
+    lines = subprocess.check_output(["bash", "-c", command], env=environ, text=True).splitlines()
+    variables = dict(line.split("=", 1) for line in lines)
+    variables["PATH"] = f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"  # for torchrun
 
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "a")
@@ -405,9 +418,9 @@ ALONE = (all_reduce, processes_of_gpus)  # these take a time, or count processes
 LATER = (STAGE_02, STAGE_03, STAGE_04, STAGE_05, STAGE_06, STAGE_07, STAGE_08)
 PARTS = {
     "1": [
+        ("processes on the GPU", 2, processes_of_gpus),
         ("all-reduce", 2, all_reduce),
         ("all-reduce", 4, all_reduce),
-        ("processes on the GPU", 2, processes_of_gpus),
         *[fp32_case(2, stage) for stage in LATER],
         fp32_case(2, STAGE_04, "--shard-size", 2),
         *[fp32_case(4, stage) for stage in (STAGE_04, STAGE_07, STAGE_08)],
@@ -430,7 +443,7 @@ def check():
     ranks = torch.cuda.device_count() if ON_GPU else 2
     if ranks < 2:
         sys.exit("ranks.py: error: check needs two GPUs; gpu-2.sh shares one")
-    cases = [("all-reduce", ranks, all_reduce), ("processes on GPUs", ranks, processes_of_gpus)]
+    cases = [("processes on GPUs", ranks, processes_of_gpus), ("all-reduce", ranks, all_reduce)]
     cases += [fp32_case(ranks, stage) for stage in LATER]
     cases += [(f"04 {mode}: replicas", ranks, replicas, mode, 1) for mode in ("dct", "int8")]
     cases.append(("05, save beside the steps, resume", ranks, resume))

@@ -1,16 +1,36 @@
-"""What needs a CUDA device. On a machine without one these tests are skipped."""
+"""What needs a CUDA device. On a machine without one these tests are skipped.
 
+With RANKS_ON_ONE_GPU=2 those for two GPUs run on one, which two ranks share (ranks.sh), or on a
+machine without a GPU on CPUs: `tests/benchmarks/gpu-2.sh 3`."""
+
+import os
 import signal
+import subprocess
+import sys
 
+import conftest
 import pytest
 import torch
-from conftest import SMALL, assert_same_curve, load, metrics, mutant, run, script
+from conftest import (
+    ROOT,
+    SMALL,
+    assert_same_curve,
+    environment,
+    load,
+    metrics,
+    mutant,
+    run,
+    script,
+)
 from nodes import FLAGS, INTERVAL, job, last_step, named, restarts, wait_until
 from transformers import LlamaConfig
 
+SHARED = int(os.environ.get("RANKS_ON_ONE_GPU", 0))
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() or SHARED), reason="there is no CUDA device here"
+    ),
 ]
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
 STAGES = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
@@ -139,11 +159,34 @@ def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path):
 
 # What no test on CPUs reaches: NCCL.
 
-NUMBER = torch.cuda.device_count()
+NUMBER = SHARED or torch.cuda.device_count()
 two_gpus = pytest.mark.skipif(NUMBER < 2, reason="there are no two CUDA devices here")
 TWO = [("02-ddp", ()), ("03-fsdp", ()), ("04-compression", ("--shard-size", 1))]
 TWO += [("04-compression", ("--shard-size", 2)), ("05-multinode", ("--shard-size", 1))]
 TWO += [("07-tensor-parallel", ("--tensor-size", 2)), ("08-pipeline-parallel", ("--stages", 2))]
+
+
+@pytest.fixture(autouse=True)
+def ranks_that_share_a_gpu(monkeypatch):
+    """With RANKS_ON_ONE_GPU, ranks.sh starts the scripts that torchrun would start."""
+
+    def start(path, processes, *flags, cwd=None, **more):
+        if processes is None:
+            return start_one(path, None, *flags, cwd=cwd, **more)
+        command = ["bash", ROOT / "tests/benchmarks/ranks.sh", processes, path, *flags]
+        return subprocess.Popen(
+            [str(word) for word in command],
+            env=environment(PYTHON=sys.executable, **more),
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    start_one = conftest.start
+    if SHARED:
+        monkeypatch.setattr(conftest, "fork", start)
 
 
 @two_gpus
@@ -169,6 +212,7 @@ def test_two_gpus_send_compressed_gradients(compression, curve):
 
 
 @two_gpus
+@pytest.mark.skipif(SHARED > 0, reason="run.sh gives each worker a GPU: see ranks.py")
 @pytest.mark.law4
 def test_two_gpus_go_on_when_a_worker_is_killed(curve, tmp_path):
     """From a checkpoint that was written beside the steps."""

@@ -4,14 +4,19 @@ gpu.sh and gpu-2.sh call each within ten minutes. So the table is written after 
 matter most come first, and no run begins when the time is nearly over."""
 
 import importlib.util
+import json
+import re
 import sys
 import tempfile
 import time
+from collections import Counter
+from pathlib import Path
 
 import scale
 import torch
 import transformers
 from bench_common import (
+    GPU,
     STAGE_01,
     STAGE_02,
     STAGE_03,
@@ -21,6 +26,7 @@ from bench_common import (
     report,
 )
 from bench_speed import run_peer, run_stage, setting
+from torch.autograd import DeviceType
 
 SECONDS = 500  # after which no run begins: each takes about a minute
 LLAMA, QWEN = "Llama-3.2-1B, 2048 tokens", "Qwen3-0.6B, 2048 tokens"
@@ -77,6 +83,56 @@ def all_gpus():
     measure("gpu-2", ON_ALL, number, [(LLAMA, STAGE_01, "")])
 
 
+# Kinds of kernels, on a CPU of operators, by their names. The first pattern that matches counts.
+KINDS = {
+    "attention": "flash|fmha|sdpa|attention",
+    "matrix products": "gemm|nvjet|cutlass|cublas|splitK|aten::(add|b|ba)?mm|mkldnn_linear",
+    "optimizer and clipping": "multi_tensor_apply|adam|_foreach",
+    "copies and casts": "Memcpy|Memset|copy_|CatArray|FillFunctor|fill_|poi_fused__to_copy_\\d",
+    "elementwise and reductions": "triton|elementwise|reduce|softmax|aten::(mul|add|div|sum|silu)",
+}
+PROFILED_STEP = 12  # after the warm-up, and not one that is logged
+
+
+def profile():
+    """Stage 01 with micro-batches of two sizes, and what the GPU does in a step of each."""
+    name = LLAMA if GPU else "tiny, 0.7 M"
+    ways = {"-b 4": {}, "-b 8": {"batch_size": 8, "global_batch_size": 64}}
+    ways["-b 4 --no-compile"] = {}
+    if not GPU:  # where compiling takes a compiler
+        ways = {"-b 4 --no-compile": {}}
+    rows = []
+    for way, sizes in ways.items():
+        with tempfile.TemporaryDirectory() as folder:
+            how = setting(folder, name) | sizes
+            flags = ["--no-compile"] if "--no-compile" in way else []
+            speed = run_stage(how, STAGE_01, 1, *flags, patch="unsaved")
+            mfu = f"{speed['throughput/mfu']:.1%}" if "throughput/mfu" in speed else "–"
+            head = f"{way} --global-batch-size {how['global_batch_size']}"
+            head = [head, f"{speed['tokens_per_second']:,.0f}", mfu]
+            head.append(f"{speed['memory/peak_allocated_gb']:.1f}")
+            path = Path(folder, "kernels.json")
+            run_stage(how, STAGE_01, 1, *flags, patch=f"unsaved,profiled={path}")
+            profiled = json.loads(path.read_text())
+        rows += [head + row for row in shares(profiled)]
+        names = ["stage 01", "tokens/s", "MFU", "peak, GB", "of a step", "ms", "share", "most time"]
+        report("gpu-profile" if GPU else "gpu-profile-dry", names, rows)
+
+
+def shares(profiled):
+    """A row for each kind of kernel, and one for the time in which the device has nothing to do."""
+    kinds, examples = Counter(), {}
+    for name, ms in sorted(profiled["kernels"].items(), key=lambda item: -item[1]):
+        kind = next((kind for kind, form in KINDS.items() if re.search(form, name)), "other")
+        kinds[kind] += ms
+        examples.setdefault(kind, re.sub(r"[^\w:]+", " ", name.removeprefix("void "))[:40])
+    kinds["idle"] = profiled["step_ms"] - kinds.total()
+    return [
+        [kind, f"{ms:.1f}", f"{ms / profiled['step_ms']:.1%}", examples.get(kind, "–")]
+        for kind, ms in kinds.most_common()
+    ]
+
+
 def measure(name, runs, processes, on_one=()):
     end, rows, speed_of_one = time.monotonic() + SECONDS, [], {}
     for run in [*on_one, *runs]:
@@ -111,4 +167,34 @@ def unsaved(module, _):
     module.sample = lambda model, tokens, *_: tokens
 
 
-PATCHES = {"unsaved": unsaved}
+def profiled(module, path):
+    """Writes the milliseconds of each kernel of one step, and of the step, to a file."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if GPU:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(activities=activities)
+    device = DeviceType.CUDA if GPU else DeviceType.CPU
+
+    class Log(module.RunLog):
+        def step(self, step, metrics):
+            super().step(step, metrics)
+            if step not in (PROFILED_STEP - 1, PROFILED_STEP):
+                return
+            if GPU:
+                torch.cuda.synchronize()
+            if step < PROFILED_STEP:
+                profiler.start()
+                self.begin = time.perf_counter()
+                return
+            step_ms, kernels = 1000 * (time.perf_counter() - self.begin), Counter()
+            profiler.stop()
+            for event in profiler.key_averages():
+                if event.device_type == device and not event.is_user_annotation:
+                    us = event.self_device_time_total if GPU else event.self_cpu_time_total
+                    kernels[event.key] += us / 1000
+            Path(path).write_text(json.dumps({"step_ms": step_ms, "kernels": kernels}))
+
+    module.RunLog = Log
+
+
+PATCHES = {"unsaved": unsaved, "profiled": profiled}

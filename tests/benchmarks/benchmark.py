@@ -24,6 +24,7 @@ on one machine, contenders in turn.
     loss        final loss of each way to compress gradients, two hours
     gpu         speed, MFU and memory on one GPU (gpu.sh)
     gpu-peers   stage 01 against a bare loop and Trainer on one GPU (gpu.sh)
+    gpu-profile larger micro-batches, and what a GPU does in a step (gpu.sh)
     gpu-2       on all GPUs, two at least (gpu-2.sh)
 
 `pip install -e '.[test,bench]'` brings the peers. `wire` and `link` need Linux, root, and `ip` and
@@ -63,7 +64,7 @@ def worker(stage, patch, flags):
 
 def everything():
     for name, command in COMMANDS.items():
-        if name not in ("all", "loss", "gpu", "gpu-peers", "gpu-2"):
+        if name not in ("all", "loss") and not name.startswith("gpu"):
             print(f"## {name}", flush=True)
             sys.argv[1] = name
             command()
@@ -91,6 +92,7 @@ COMMANDS = {
     "loss": bench_compression.loss,
     "gpu": bench_gpu.gpu,
     "gpu-peers": bench_gpu.peers,
+    "gpu-profile": bench_gpu.profile,
     "gpu-2": bench_gpu.all_gpus,
 }
 

@@ -1,6 +1,7 @@
 """Stage 06: any world size reads the same sequences in the same order, and resumes exactly."""
 
 import gzip
+import itertools
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from conftest import (
     SUPPORT,
     TEST_MODULES,
     assert_same_curve,
+    data_args,
     end,
     environment,
     finish,
@@ -188,6 +190,45 @@ def test_kinds_of_files(kind, tmp_path):
     assert held_out == min(8, sum(len(text) + 1 for text in num_texts) // 64)
     stream(2, tmp_path / "two", "-d", path, "--max-steps", "4")
     assert_same_curve(metrics(tmp_path / "one" / "a"), metrics(tmp_path / "two" / "a"), range(1, 5))
+
+
+@pytest.mark.law4
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".parquet"])
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_a_stream_goes_on_after_any_of_its_documents(ending, num_files, tmp_path):
+    """What `datasets` promises: the state of a stream, as a checkpoint has it, leads to the next
+    document, and to no other. A stream is filtered, sharded and filtered again."""
+    stage = load(STAGE)
+    texts = write_files(tmp_path / "d", [21] * num_files, 3)
+    for path, documents in zip(sorted((tmp_path / "d").iterdir()), texts, strict=True):
+        if ending == ".txt":
+            path.with_suffix(ending).write_text("\n\n".join(documents))
+        elif ending == ".parquet":
+            frame = pandas.DataFrame({"text": documents})
+            frame.to_parquet(path.with_suffix(ending), row_group_size=4)
+        if ending != ".jsonl":
+            path.unlink()
+
+    args = data_args(tmp_path / "d", 32, "text")
+    args.global_batch_size = 4
+    config, _ = stage.load_config("tiny", False)
+    documents, _ = stage.load_data(args, config, stage.load_tokenizer("tiny", ""))
+    streams = stage.Streams.__new__(stage.Streams)
+    streams.documents, streams.count = documents, 4
+    for number in range(4):
+        whole = [document["text"] for document in streams.documents_of(number)]
+        assert len(whole) > 2
+        # A run that stops after so many documents, again and again.
+        for interval in (1, 2):
+            read, state = [], None
+            for end in range(interval, len(whole) + interval, interval):
+                part = streams.documents_of(number)
+                if state:
+                    part.load_state_dict(json.loads(json.dumps(state)))
+                for document in itertools.islice(part, interval):
+                    read.append(document["text"])
+                    state = part.state_dict()
+                assert read == whole[:end], (number, interval)
 
 
 def test_a_long_document_is_tokenized_in_pieces(monkeypatch):

@@ -56,7 +56,7 @@ def test_a_compiled_loss_saves_memory(tmp_path, curve):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config = LlamaConfig(vocab_size=65536, num_attention_heads=2, **sizes)
     config.save_pretrained(tmp_path)
-    flags = ("-m", tmp_path, "-s", "256", "-b", "16", "--global-batch-size", "16")
+    flags = ("-m", tmp_path, "--from-scratch", "-s", "256", "-b", "16", "--global-batch-size", "16")
     flags = ("01-single-gpu", 1, *flags, "--max-steps", "3", "--log-freq", "1")
     name = "memory/peak_allocated_gb"
     compiled = curve(*flags, "--eval-sequences", "1")[2][name]

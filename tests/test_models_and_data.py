@@ -48,7 +48,8 @@ def pretrained(tmp_path_factory):
     def folder_of(name):
         if name not in done:
             CONFIGS[name].save_pretrained(root / f"{name}-config")
-            flags = ("-m", root / f"{name}-config", *SMALL, "--max-steps", "20", "--lr", "5e-3")
+            flags = (*SMALL, "--max-steps", "20", "--lr", "5e-3")
+            flags += ("-m", root / f"{name}-config", "--from-scratch")
             run("01-single-gpu", 1, "-e", name, "--save-dir", root, *flags)
             model = AutoModelForCausalLM.from_pretrained(root / name / "final_model")
             done[name] = root / f"{name}-weights"
@@ -90,9 +91,35 @@ def test_lr_defaults_to_less_with_loaded_weights(pretrained, curve):
     assert scratch[1]["train/learning_rate"] == 2e-3
 
 
+def test_weights_that_transformers_does_not_read_are_refused(stage_01, tmp_path):
+    """They would be ignored, and the run would begin with random weights."""
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    stage_01.load_tokenizer("tiny", "").save_pretrained(tmp_path)
+    for name in ("model-q4.gguf", "consolidated.00.pth", "weights.pt", "__0_0.distcp", "x.bin"):
+        (tmp_path / name).write_bytes(b"weights")
+        with pytest.raises(SystemExit, match=f"{tmp_path}: it has no model.*; for random weights"):
+            stage_01.load_config(str(tmp_path), False)
+        assert stage_01.load_config(str(tmp_path), True)[1] is None
+        (tmp_path / name).unlink()
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"weights")
+    assert stage_01.load_config(str(tmp_path), False)[1] == str(tmp_path)
+
+
+@pytest.mark.parametrize("make", [transformers.GPT2Config, transformers.GemmaConfig])
+def test_a_model_without_a_tokenizer(make, stage_01, tmp_path):
+    """A config alone has bytes as tokens. Beside weights, transformers makes a tokenizer that has
+    nothing but special tokens."""
+    make(**SIZE).save_pretrained(tmp_path)
+    (tmp_path / ".cache").mkdir()
+    assert len(stage_01.load_tokenizer(str(tmp_path), "")) == 257
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(SystemExit, match=f"--model-name {tmp_path}: it has no tokenizer"):
+        stage_01.load_tokenizer(str(tmp_path), "")
+
+
 def test_dropout_is_set_to_zero_and_said(tmp_path):
     CONFIGS["gpt2"].save_pretrained(tmp_path / "config")
-    out = run("01-single-gpu", 1, *FEW, "-m", tmp_path / "config").out
+    out = run("01-single-gpu", 1, *FEW, "-m", tmp_path / "config", "--from-scratch").out
     assert f"resid_pdrop is 0.1 in {tmp_path}/config and 0 here" in out
 
 
@@ -112,7 +139,7 @@ def test_blocks_of_any_architecture(make, tmp_path, curve):
     more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     more = {name: value for name, value in more.items() if name in known}
     make(**sizes, **more).save_pretrained(tmp_path / "m")
-    flags = (*FEW, "-m", tmp_path / "m", "--activation-checkpointing")
+    flags = (*FEW, "-m", tmp_path / "m", "--from-scratch", "--activation-checkpointing")
     one = curve("01-single-gpu", 1, *flags)
     assert_same_curve(one, curve("03-fsdp", 2, *flags), range(1, 5))
 
@@ -123,7 +150,7 @@ def test_bert_reads_no_token_that_it_has_to_predict(stage_01, tmp_path):
     transformers.BertConfig(
         **sizes, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=False
     ).save_pretrained(tmp_path)
-    config, _ = stage_01.load_config(str(tmp_path), False)
+    config, _ = stage_01.load_config(str(tmp_path), True)
     model = stage_01.load_model(config, None, "auto", 0)
     tokens = torch.randint(384, (1, 32))
     other = tokens.clone()
@@ -188,7 +215,7 @@ def test_a_model_of_text_and_images_trains_its_text_part(tmp_path):
     """Its sizes stand one level down in its config."""
     config = transformers.Gemma3Config(text_config={**GROUPED, "head_dim": 8})
     config.save_pretrained(tmp_path / "m")
-    out = run("01-single-gpu", 1, "-m", tmp_path / "m", *FEW).out
+    out = run("01-single-gpu", 1, "-m", tmp_path / "m", "--from-scratch", *FEW).out
     assert "step     4/4" in out
 
 
@@ -444,7 +471,7 @@ def test_a_config_alone_trains_from_scratch(tmp_path):
     config.eos_token_id = 5
     config.save_pretrained(tmp_path / "config")
     named = ("-e", "a", "--save-dir", tmp_path)
-    run("03-fsdp", 2, *FEW, "-m", tmp_path / "config", *named)
+    run("03-fsdp", 2, *FEW, "-m", tmp_path / "config", "--from-scratch", *named)
     folder = tmp_path / "a" / "final_model"
     assert AutoConfig.from_pretrained(folder).model_type == "llama"
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0]

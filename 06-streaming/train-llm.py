@@ -1020,15 +1020,17 @@ def check_data(args, config, documents, eval_data):
     """Ends the run if it cannot train on these data. Returns what identifies the experiment.
 
     This dict is saved: a run that is resumed must have the same model and data, whatever their
-    names. So it holds checksums, under the names of the flags that they belong to. The documents to
-    train on are not read yet, so of these only the number of files is compared."""
-    values = {**config.to_diff_dict(), "_name_or_path": None, "transformers_version": None}
+    names. So it holds the config and a checksum of the tokens, under the names of the flags that
+    they belong to. The documents to train on are not read yet, so of these only the number of files
+    is compared."""
+    config_values = json.loads(config.to_json_string(use_diff=False))
+    config_values |= {"_name_or_path": None, "transformers_version": None}
     tokens_crc = check_tokens(eval_data, args.seq_length, config.vocab_size, 0)
     return {
         "--seq-length": args.seq_length,
         "--seed": args.seed,
         "--global-batch-size": args.global_batch_size,
-        "--model-name (CRC-32 of its config)": zlib.crc32(json.dumps(values).encode()),
+        "--model-name (its config)": config_values,
         "--dataset-name (its number of files)": documents.num_shards,
         "--dataset-name (CRC-32 of the tokens held out)": tokens_crc,
     }

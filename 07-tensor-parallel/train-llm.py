@@ -812,12 +812,14 @@ def check_data(args, config, train_data, eval_data):
     """Ends the run if it cannot train on these data. Returns what identifies the experiment.
 
     This dict is saved: a run that is resumed must have the same model and data, whatever their
-    names. So it holds checksums, under the names of the flags that they belong to."""
+    names. So it holds the config and a checksum of the tokens, under the names of the flags that
+    they belong to."""
     if len(train_data) < args.global_batch_size or len(eval_data) == 0:
         size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
         fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
 
-    values = {**config.to_diff_dict(), "_name_or_path": None, "transformers_version": None}
+    config_values = json.loads(config.to_json_string(use_diff=False))
+    config_values |= {"_name_or_path": None, "transformers_version": None}
     tokens_crc = 0
     for data in (train_data, eval_data):
         tokens_crc = check_tokens(data, args.seq_length, config.vocab_size, tokens_crc)
@@ -825,7 +827,7 @@ def check_data(args, config, train_data, eval_data):
         "--seq-length": args.seq_length,
         "--seed": args.seed,
         "--global-batch-size": args.global_batch_size,
-        "--model-name (CRC-32 of its config)": zlib.crc32(json.dumps(values).encode()),
+        "--model-name (its config)": config_values,
         "--dataset-name (CRC-32 of its tokens)": tokens_crc,
     }
 

@@ -219,6 +219,90 @@ def test_a_model_of_text_and_images_trains_its_text_part(tmp_path):
     assert "step     4/4" in out
 
 
+SMALL_SIZES = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 3}
+SMALL_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+MIXTURES = {
+    # What the config calls an expert's width, the experts, and those of a token.
+    "mixtral": ("intermediate_size", "num_local_experts", "num_experts_per_tok"),
+    "qwen3_moe": ("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+    "olmoe": ("intermediate_size", "num_experts", "num_experts_per_tok"),
+    "deepseek_v3": ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    "gpt_oss": ("intermediate_size", "num_local_experts", "num_experts_per_tok"),
+    "ernie4_5_moe": ("moe_intermediate_size", "moe_num_experts", "moe_k"),
+}
+
+
+@pytest.mark.law6
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_counts_the_experts_of_a_token(kind, stage_01):
+    """16 experts, 4 a token, each of three matrices of 32 by 48. So 12 of 16 do not count."""
+    from logs_and_checkpoints import flops_per_token
+
+    sizes = dict(zip(MIXTURES[kind], (48, 16, 4), strict=True))
+    # The first blocks of some families have no experts.
+    sizes |= {"first_k_dense_replace": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 2}
+    sizes |= {
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+    }
+    sizes |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    known = AutoConfig.for_model(kind).to_dict().keys() | set(MIXTURES[kind])
+    sizes = {name: size for name, size in (SMALL_SIZES | sizes).items() if name in known}
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    blocks = 2 if kind in ("deepseek_v3", "ernie4_5_moe") else 3
+    expert = 3 * 32 * 48 + (2 * 48 + 32 if kind == "gpt_oss" else 0)  # the latter are biases
+    used = model.num_parameters() - model.get_input_embeddings().weight.numel()
+    used -= blocks * 12 * expert
+    if config.tie_word_embeddings:
+        used += 384 * 32
+    attention = flops_per_token(model, 2) - flops_per_token(model, 1)
+    assert flops_per_token(model, 64) - 64 * attention == pytest.approx(6 * used)
+
+
+@pytest.mark.law6
+def test_the_peaks_of_devices(stage_01):
+    """By their names, as PyTorch says them. Parts of a GPU, and chips that share the beginning of a
+    name, have none."""
+    from logs_and_checkpoints import peak_flops
+
+    peaks = {
+        "Tesla T4": 65,
+        "NVIDIA A10": 125,
+        "NVIDIA A10G": 70,
+        "NVIDIA GeForce RTX 3090": 71,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "NVIDIA GeForce RTX 5090": 209.5,
+        "NVIDIA L4": 121,
+        "NVIDIA L40S": 362,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A100 80GB PCIe": 312,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA H200": 989,
+        "NVIDIA H200 NVL": 835,
+        "NVIDIA B200": 2250,
+        "NVIDIA GB200": 2500,
+        "NVIDIA B300 SXM6 AC": 2250,
+        "NVIDIA GB300": 2500,
+        "NVIDIA GeForce RTX 3090 Ti": 0,
+        "NVIDIA GeForce RTX 4090 D": 0,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
+        "NVIDIA GeForce RTX 5090 D": 0,
+        "NVIDIA L40": 0,
+        "NVIDIA H20": 0,
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb": 0,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": 0,
+        "CPU": 0,
+    }
+    assert {name: peak_flops(name) / 1e12 for name in peaks} == pytest.approx(peaks)
+
+
 @pytest.fixture(scope="session")
 def data_files(tmp_path_factory, documents):
     """The same documents in each format."""
@@ -350,6 +434,30 @@ def test_a_tokenizer_with_more_tokens_than_the_model(stage_01, tmp_path):
         args.global_batch_size = args.seed = 8
         train, held_out = stage_01.load_data(args, config, tokenizer)
         stage_01.check_data(args, config, train, held_out)
+
+
+def test_a_config_of_another_version_of_transformers(tmp_path):
+    """Keys that only one of two versions knows are named, and the run is resumed. A value that
+    differs ends it."""
+    named = ("-e", "a", "--save-dir", tmp_path, *FEW)
+    run("01-single-gpu", 1, *named, "--max-steps", "1")
+    path = tmp_path / "a" / "step-00000001" / "state.json"
+    state = json.loads(path.read_text())
+    config = state["experiment"]["--model-name (its config)"]
+    del config["mlp_bias"]
+    config["partial_rotary_factor"] = 1.0
+    path.write_text(json.dumps(state))
+    out = run("01-single-gpu", 1, *named, "--max-steps", "2").out
+    assert "Not compared: mlp_bias, partial_rotary_factor\n" in out
+    assert list(metrics(tmp_path / "a")) == [1, 2]
+
+    path = tmp_path / "a" / "step-00000002" / "state.json"
+    state = json.loads(path.read_text())
+    state["experiment"]["--model-name (its config)"] |= {"num_hidden_layers": 4, "hidden_act": "x"}
+    path.write_text(json.dumps(state))
+    [line] = run("01-single-gpu", 1, *named, check=False).errors
+    ours, theirs = "{'hidden_act': 'silu', 'num_hidden_layers': 3}", "{'hidden_act': 'x', 'num_hid"
+    assert f"--model-name (its config) is {ours}, but {theirs}" in line
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -48,18 +49,32 @@ CONSOLE_FORMATS = {
     "eval/loss": ".4f",
     "eval/perplexity": ".2f",
 }
-# Peak FLOP/s (dense, bf16) by a part of the device's name, from NVIDIA's data sheets. The first
-# that matches counts.
+# Peak FLOP/s of dense matrix products in bf16 (of a T4 in fp16) that are added up in fp32. The keys
+# are searched for in the device's name, in this order, and $ is its end: "RTX 4090 Laptop GPU" is
+# another chip. From NVIDIA's data sheets, of which some give twice the number, with sparsity, and
+# for GeForce from appendix A of the white papers on Ampere GA102, Ada, and RTX Blackwell.
 PEAK_FLOPS = {
+    "T4$": 65e12,
+    "A10$": 125e12,
+    "A10G": 70e12,
+    "RTX 3090$": 71e12,
+    "RTX 4090$": 165.2e12,
+    "RTX 5090$": 209.5e12,
+    "L4$": 121e12,
+    "L40S": 362e12,
     "A100": 312e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
+    "GB[23]00": 2500e12,
+    "B[23]00": 2250e12,
 }
+# What configs call the number of experts in a mixture of experts, and of those that a token uses.
+NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts")
+EXPERTS_PER_TOKEN += ("moe_topk", "moe_k")
 # Features of Comet that are turned off: the script logs its own metrics and flags. Those that are
 # on describe the machine, and its load while the run goes on.
 COMET_OFF = "log_code log_graph log_git_metadata log_git_patch parse_args"
@@ -118,23 +133,36 @@ def describe_run(model, seq_length, device):
 def flops_per_token(model, seq_length):
     """Floating-point operations per token, forward and backward: 6 N + 12 L H D T.
 
-    N is the number of parameters. Embeddings do not count, but for one that is also the output
-    layer. The second term is attention without its causal mask: L layers, H heads of D dimensions,
+    N is the number of parameters that a token uses. Embeddings do not count, but for one that is
+    also the output layer, and of the experts of a mixture those count to which a token is sent. The
+    second term is attention without its causal mask: L layers, H heads of D dimensions,
     sequences of T tokens.
     Source: PaLM, arXiv:2204.02311, appendix B."""
     config = model.config
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     embeddings.discard(model.get_output_embeddings().weight)
     parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
+
+    sizes = [getattr(config, name, None) for name in NUM_EXPERTS]
+    num_experts = next((size for size in sizes if isinstance(size, int)), 0)
+    sizes = [getattr(config, name, None) for name in EXPERTS_PER_TOKEN]
+    experts_per_token = next((size for size in sizes if isinstance(size, int)), 0)
+    if 0 < experts_per_token < num_experts:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameters -= parameter.numel() * (1 - experts_per_token / num_experts)
+
     heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size / max(heads, 1)
     return 6 * parameters + 12 * config.num_hidden_layers * heads * head_dim * seq_length
 
 
 def peak_flops(device_name):
-    """Peak FLOP/s of a device, or 0 if it is unknown: then MFU is not logged."""
-    for name, peak in PEAK_FLOPS.items():
-        if name in device_name:
+    """Peak FLOP/s of a device, or 0 if it is unknown: then MFU is not logged.
+
+    That of a MIG instance, a part of a GPU, is unknown."""
+    for pattern, peak in PEAK_FLOPS.items():
+        if re.search(pattern, device_name) and "MIG" not in device_name:
             return peak
     return 0
 
@@ -475,10 +503,22 @@ def cause_of(error):
 
 
 def check_same(experiment, other, where):
-    """Ends the run if the experiment, a dict, is not the same as another one, and says why."""
+    """Ends the run if the experiment, a dict, is not the same as another one, and says why.
+
+    In it, the config of the model is a dict as well. Versions of transformers add keys to a config
+    and remove keys from it, so a key that only one of two configs has makes no difference."""
     for name, value in experiment.items():
-        if other.get(name) != value:
-            fail(f"{name} is {value}, but {other.get(name)} {where}")
+        other_value = other.get(name)
+        keys_of_one = ()
+        if isinstance(value, dict) and isinstance(other_value, dict):
+            keys_of_one = sorted(value.keys() ^ other_value.keys())
+            different = [k for k in value if k in other_value and value[k] != other_value[k]]
+            value = {key: value[key] for key in different}
+            other_value = {key: other_value[key] for key in different}
+        if value != other_value:
+            fail(f"{name} is {value}, but {other_value} {where}")
+        if keys_of_one:
+            say(f"{name}: another version of transformers? Not compared: {', '.join(keys_of_one)}")
 
 
 def checkpoints(run_dir):

@@ -744,17 +744,20 @@ def load_config(name, from_scratch):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
 
-    files = files_in(name)
-    has_weights = not files or ".safetensors" in files or ".bin" in files
-    return config, name if has_weights and not from_scratch else None
+    if from_scratch:
+        return config, None
+    folder = Path(name)
+    has_weights = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+    if folder.is_dir() and not has_weights:
+        found = "it has no model*.safetensors and no pytorch_model*.bin"
+        fail(f"--model-name {name}: {found}; for random weights, add --from-scratch")
+    return config, name
 
 
 def load_tokenizer(model_name, dataset_name):
     """The tokenizer of the model, or that of prepare.py, which may have added a chat template."""
-    files = files_in(model_name)
-    is_config_alone = files and not any(
-        part in files for part in ("token", "vocab", ".safetensors", ".bin")
-    )
+    files = {path.name for path in Path(model_name).glob("[!.]*")}
+    is_config_alone = files and files <= {"config.json", "generation_config.json"}
     if model_name == "tiny" or is_config_alone:
         # One that needs no file: 256 bytes and an end-of-text token, which has number 0.
         tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
@@ -762,6 +765,9 @@ def load_tokenizer(model_name, dataset_name):
         tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[])
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+        # Without its files, transformers makes one that has special tokens only.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 
     prepared = Path(dataset_name, "tokenizer")
     if not prepared.exists():
@@ -771,11 +777,6 @@ def load_tokenizer(model_name, dataset_name):
     if not tokens <= tokenizer.get_vocab().items():
         fail(f"--dataset-name {dataset_name}: was not prepared for the tokens of {model_name}")
     return tokenizer
-
-
-def files_in(name):
-    """The names of the files in a local folder, in one text. It is empty if `name` is a hub id."""
-    return " ".join(file.name for file in Path(name).glob("*"))
 
 
 def load_data(args, config, tokenizer):
@@ -949,12 +950,14 @@ def check_data(args, config, train_data, eval_data):
     """Ends the run if it cannot train on these data. Returns what identifies the experiment.
 
     This dict is saved: a run that is resumed must have the same model and data, whatever their
-    names. So it holds checksums, under the names of the flags that they belong to."""
+    names. So it holds the config and a checksum of the tokens, under the names of the flags that
+    they belong to."""
     if len(train_data) < args.global_batch_size or len(eval_data) == 0:
         size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
         fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
 
-    values = {**config.to_diff_dict(), "_name_or_path": None, "transformers_version": None}
+    config_values = json.loads(config.to_json_string(use_diff=False))
+    config_values |= {"_name_or_path": None, "transformers_version": None}
     tokens_crc = 0
     for data in (train_data, eval_data):
         tokens_crc = check_tokens(data, args.seq_length, config.vocab_size, tokens_crc)
@@ -962,7 +965,7 @@ def check_data(args, config, train_data, eval_data):
         "--seq-length": args.seq_length,
         "--seed": args.seed,
         "--global-batch-size": args.global_batch_size,
-        "--model-name (CRC-32 of its config)": zlib.crc32(json.dumps(values).encode()),
+        "--model-name (its config)": config_values,
         "--dataset-name (CRC-32 of its tokens)": tokens_crc,
     }
 

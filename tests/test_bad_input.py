@@ -33,7 +33,7 @@ OURS = {
     "@nowhere.txt": "[Errno 2] No such file or directory: 'nowhere.txt'",
     "-s 1": "--seq-length 1: tiny takes from 2 to 256 tokens",
     "-s 257": "--seq-length 257: tiny takes from 2 to 256 tokens",
-    "-m gpt2-of-64 -s 128": "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens",
+    "-m gpt2-of-64 --from-scratch -s 128": "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens",
     "--global-batch-size 5000": "--global-batch-size 5000: python-docs has only ",
     "--eval-sequences 0": "--eval-sequences 0: must be above 0",
     "-d short.txt": "--seq-length 256: the texts of a split do not fill a sequence",
@@ -50,7 +50,8 @@ OURS = {
     "-d padded.jsonl": "attention_mask has zeros, for padding: give labels, with -100 there",
     "-d labels.jsonl": "labels has the token -1, the model has those below 384",
     "-m other-weights": "--model-name other-weights: it lacks weights for ",
-    "-m gpt1": "--model-name gpt1: no transformer blocks were found in it",
+    "-m gpt1": "--model-name gpt1: it has no model*.safetensors and no pytorch_model*.bin; for ",
+    "-m gpt1 --from-scratch": "--model-name gpt1: no transformer blocks were found in it",
 }
 # Flags, and what the error of a library says. Tests have no network: with one, the hub is asked.
 THEIRS = {
@@ -60,7 +61,7 @@ THEIRS = {
     "-m nobody/nothing": "couldn't find them in the cached files",
     "-m ./missing": "./missing",
     "-m broken-config": "broken-config/config.json",
-    "-m encoder-decoder": "Unrecognized configuration class",
+    "-m encoder-decoder --from-scratch": "Unrecognized configuration class",
     "-m half-a-download": "SafetensorError: Error while deserializing header",
     "--attn slow": 'attn_implementation="slow"',
     "--lr -1": "Invalid learning rate: -1.0",

@@ -341,7 +341,10 @@ def write_text(path, seed):
         (("-s", "32"), "--seq-length is 32, but 64 in the run in {}"),
         (("--global-batch-size", "16"), "--global-batch-size is 16, but 8 in the run in {}"),
         (("-d", "dummy"), "--dataset-name (CRC-32 of its tokens) is "),
-        (("-m", "{}/model"), "--model-name (CRC-32 of its config) is "),
+        (
+            ("-m", "{}/model", "--from-scratch"),
+            "--model-name (its config) is {{'hidden_size': 32, ",
+        ),
     ],
 )
 def test_another_experiment_is_refused(copy, flags, said):
@@ -359,7 +362,7 @@ def test_contents_count_and_not_names(tmp_path):
     where the weights have the same shapes."""
     model = write_model(tmp_path / "model")
     text = write_text(tmp_path / "data" / "text.txt", seed=0)
-    flags = (*SMALL, *named(tmp_path), "--seed", "2")
+    flags = (*SMALL, *named(tmp_path), "--seed", "2", "--from-scratch")
     run("01-single-gpu", 1, *flags, "-m", model, "-d", text, "--max-steps", "2")
     other_model = shutil.copytree(model, tmp_path / "moved")
     other_text = shutil.copytree(text.parent, tmp_path / "moved-data") / "text.txt"
@@ -369,7 +372,8 @@ def test_contents_count_and_not_names(tmp_path):
 
     write_model(model, rms_norm_eps=0.1)
     refused = run("01-single-gpu", 1, *flags, "-m", model, "-d", text, check=False)
-    assert "--model-name (CRC-32 of its config) is " in refused.errors[0]
+    different = "is {'rms_norm_eps': 0.1}, but {'rms_norm_eps': 1e-06} in the run in "
+    assert f"--model-name (its config) {different}" in refused.errors[0]
     write_text(text, seed=1)
     refused = run("01-single-gpu", 1, *flags, "-m", other_model, "-d", text, check=False)
     assert "--dataset-name (CRC-32 of its tokens) is " in refused.errors[0]

@@ -83,7 +83,7 @@ def test_a_block_is_compiled_once_per_batch_size(stage, name, tmp_path):
     CONFIGS[name].save_pretrained(tmp_path / name)
     path = counting(tmp_path, stage)
     batch_sizes = 2  # of 3 and 2 sequences, on two processes 3 and 1
-    number = graphs(stage, path, *UNEVEN, "-m", tmp_path / name)
+    number = graphs(stage, path, *UNEVEN, "-m", tmp_path / name, "--from-scratch")
     losses = 2  # with gradients, and in the evaluation without
     assert number == batch_sizes * (KINDS[name] + losses)
 
@@ -101,7 +101,7 @@ def test_ddp_does_not_cut_a_block_into_pieces(tmp_path):
     numbers = []
     for name, edits in (("ours", [small]), ("cut", [small, (WHOLE, "")])):
         path = counting(tmp_path / name, "02-ddp", *edits)
-        numbers.append(graphs("02-ddp", path, *few, "-m", tmp_path / "m"))
+        numbers.append(graphs("02-ddp", path, *few, "-m", tmp_path / "m", "--from-scratch"))
     assert numbers[0] == 3  # a block and the loss, this also for the evaluation
     assert numbers[1] > 3
 
@@ -159,8 +159,8 @@ def test_an_evaluation_is_not_the_peak_of_memory(tmp_path):
     that a loss takes that is not compiled. Measured in MiB, with 32,768 entries."""
     sizes = {"vocab_size": 32768, "num_hidden_layers": 2, "max_position_embeddings": 256}
     LlamaConfig(**SIZES | sizes).save_pretrained(tmp_path / "m")
-    flags = ("-m", tmp_path / "m", "-s", 256, "-b", 8, "--global-batch-size", 8, "--dtype", "bf16")
-    flags += ("--max-steps", 3, "--eval-sequences", 8, "--compile")
+    flags = ("-m", tmp_path / "m", "--from-scratch", "-s", 256, "-b", 8, "--dtype", "bf16")
+    flags += ("--global-batch-size", 8, "--max-steps", 3, "--eval-sequences", 8, "--compile")
     place = "    # Evaluate the model once more"
     edits = [
         (place, f"    import resource\n    before = {PEAK}\n{place}"),

@@ -48,7 +48,8 @@ def pretrained(tmp_path_factory):
     def folder_of(name):
         if name not in done:
             CONFIGS[name].save_pretrained(root / f"{name}-config")
-            flags = ("-m", root / f"{name}-config", *SMALL, "--max-steps", "20", "--lr", "5e-3")
+            flags = (*SMALL, "--max-steps", "20", "--lr", "5e-3")
+            flags += ("-m", root / f"{name}-config", "--from-scratch")
             run("01-single-gpu", 1, "-e", name, "--save-dir", root, *flags)
             model = AutoModelForCausalLM.from_pretrained(root / name / "final_model")
             done[name] = root / f"{name}-weights"
@@ -90,9 +91,35 @@ def test_lr_defaults_to_less_with_loaded_weights(pretrained, curve):
     assert scratch[1]["train/learning_rate"] == 2e-3
 
 
+def test_weights_that_transformers_does_not_read_are_refused(stage_01, tmp_path):
+    """They would be ignored, and the run would begin with random weights."""
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    stage_01.load_tokenizer("tiny", "").save_pretrained(tmp_path)
+    for name in ("model-q4.gguf", "consolidated.00.pth", "weights.pt", "__0_0.distcp", "x.bin"):
+        (tmp_path / name).write_bytes(b"weights")
+        with pytest.raises(SystemExit, match=f"{tmp_path}: it has no model.*; for random weights"):
+            stage_01.load_config(str(tmp_path), False)
+        assert stage_01.load_config(str(tmp_path), True)[1] is None
+        (tmp_path / name).unlink()
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"weights")
+    assert stage_01.load_config(str(tmp_path), False)[1] == str(tmp_path)
+
+
+@pytest.mark.parametrize("make", [transformers.GPT2Config, transformers.GemmaConfig])
+def test_a_model_without_a_tokenizer(make, stage_01, tmp_path):
+    """A config alone has bytes as tokens. Beside weights, transformers makes a tokenizer that has
+    nothing but special tokens."""
+    make(**SIZE).save_pretrained(tmp_path)
+    (tmp_path / ".cache").mkdir()
+    assert len(stage_01.load_tokenizer(str(tmp_path), "")) == 257
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(SystemExit, match=f"--model-name {tmp_path}: it has no tokenizer"):
+        stage_01.load_tokenizer(str(tmp_path), "")
+
+
 def test_dropout_is_set_to_zero_and_said(tmp_path):
     CONFIGS["gpt2"].save_pretrained(tmp_path / "config")
-    out = run("01-single-gpu", 1, *FEW, "-m", tmp_path / "config").out
+    out = run("01-single-gpu", 1, *FEW, "-m", tmp_path / "config", "--from-scratch").out
     assert f"resid_pdrop is 0.1 in {tmp_path}/config and 0 here" in out
 
 
@@ -112,7 +139,7 @@ def test_blocks_of_any_architecture(make, tmp_path, curve):
     more = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     more = {name: value for name, value in more.items() if name in known}
     make(**sizes, **more).save_pretrained(tmp_path / "m")
-    flags = (*FEW, "-m", tmp_path / "m", "--activation-checkpointing")
+    flags = (*FEW, "-m", tmp_path / "m", "--from-scratch", "--activation-checkpointing")
     one = curve("01-single-gpu", 1, *flags)
     assert_same_curve(one, curve("03-fsdp", 2, *flags), range(1, 5))
 
@@ -123,7 +150,7 @@ def test_bert_reads_no_token_that_it_has_to_predict(stage_01, tmp_path):
     transformers.BertConfig(
         **sizes, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=False
     ).save_pretrained(tmp_path)
-    config, _ = stage_01.load_config(str(tmp_path), False)
+    config, _ = stage_01.load_config(str(tmp_path), True)
     model = stage_01.load_model(config, None, "auto", 0)
     tokens = torch.randint(384, (1, 32))
     other = tokens.clone()
@@ -188,8 +215,92 @@ def test_a_model_of_text_and_images_trains_its_text_part(tmp_path):
     """Its sizes stand one level down in its config."""
     config = transformers.Gemma3Config(text_config={**GROUPED, "head_dim": 8})
     config.save_pretrained(tmp_path / "m")
-    out = run("01-single-gpu", 1, "-m", tmp_path / "m", *FEW).out
+    out = run("01-single-gpu", 1, "-m", tmp_path / "m", "--from-scratch", *FEW).out
     assert "step     4/4" in out
+
+
+SMALL_SIZES = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 3}
+SMALL_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+MIXTURES = {
+    # What the config calls an expert's width, the experts, and those of a token.
+    "mixtral": ("intermediate_size", "num_local_experts", "num_experts_per_tok"),
+    "qwen3_moe": ("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+    "olmoe": ("intermediate_size", "num_experts", "num_experts_per_tok"),
+    "deepseek_v3": ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok"),
+    "gpt_oss": ("intermediate_size", "num_local_experts", "num_experts_per_tok"),
+    "ernie4_5_moe": ("moe_intermediate_size", "moe_num_experts", "moe_k"),
+}
+
+
+@pytest.mark.law6
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_counts_the_experts_of_a_token(kind, stage_01):
+    """16 experts, 4 a token, each of three matrices of 32 by 48. So 12 of 16 do not count."""
+    from logs_and_checkpoints import flops_per_token
+
+    sizes = dict(zip(MIXTURES[kind], (48, 16, 4), strict=True))
+    # The first blocks of some families have no experts.
+    sizes |= {"first_k_dense_replace": 1, "moe_layer_start_index": 1, "moe_layer_end_index": 2}
+    sizes |= {
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+    }
+    sizes |= {"qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    known = AutoConfig.for_model(kind).to_dict().keys() | set(MIXTURES[kind])
+    sizes = {name: size for name, size in (SMALL_SIZES | sizes).items() if name in known}
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    blocks = 2 if kind in ("deepseek_v3", "ernie4_5_moe") else 3
+    expert = 3 * 32 * 48 + (2 * 48 + 32 if kind == "gpt_oss" else 0)  # the latter are biases
+    used = model.num_parameters() - model.get_input_embeddings().weight.numel()
+    used -= blocks * 12 * expert
+    if config.tie_word_embeddings:
+        used += 384 * 32
+    attention = flops_per_token(model, 2) - flops_per_token(model, 1)
+    assert flops_per_token(model, 64) - 64 * attention == pytest.approx(6 * used)
+
+
+@pytest.mark.law6
+def test_the_peaks_of_devices(stage_01):
+    """By their names, as PyTorch says them. Parts of a GPU, and chips that share the beginning of a
+    name, have none."""
+    from logs_and_checkpoints import peak_flops
+
+    peaks = {
+        "Tesla T4": 65,
+        "NVIDIA A10": 125,
+        "NVIDIA A10G": 70,
+        "NVIDIA GeForce RTX 3090": 71,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        "NVIDIA GeForce RTX 5090": 209.5,
+        "NVIDIA L4": 121,
+        "NVIDIA L40S": 362,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A100 80GB PCIe": 312,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA GH200 480GB": 989,
+        "NVIDIA H200": 989,
+        "NVIDIA H200 NVL": 835,
+        "NVIDIA B200": 2250,
+        "NVIDIA GB200": 2500,
+        "NVIDIA B300 SXM6 AC": 2250,
+        "NVIDIA GB300": 2500,
+        "NVIDIA GeForce RTX 3090 Ti": 0,
+        "NVIDIA GeForce RTX 4090 D": 0,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": 0,
+        "NVIDIA GeForce RTX 5090 D": 0,
+        "NVIDIA L40": 0,
+        "NVIDIA H20": 0,
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb": 0,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": 0,
+        "CPU": 0,
+    }
+    assert {name: peak_flops(name) / 1e12 for name in peaks} == pytest.approx(peaks)
 
 
 @pytest.fixture(scope="session")
@@ -325,6 +436,30 @@ def test_a_tokenizer_with_more_tokens_than_the_model(stage_01, tmp_path):
         stage_01.check_data(args, config, train, held_out)
 
 
+def test_a_config_of_another_version_of_transformers(tmp_path):
+    """Keys that only one of two versions knows are named, and the run is resumed. A value that
+    differs ends it."""
+    named = ("-e", "a", "--save-dir", tmp_path, *FEW)
+    run("01-single-gpu", 1, *named, "--max-steps", "1")
+    path = tmp_path / "a" / "step-00000001" / "state.json"
+    state = json.loads(path.read_text())
+    config = state["experiment"]["--model-name (its config)"]
+    del config["mlp_bias"]
+    config["partial_rotary_factor"] = 1.0
+    path.write_text(json.dumps(state))
+    out = run("01-single-gpu", 1, *named, "--max-steps", "2").out
+    assert "Not compared: mlp_bias, partial_rotary_factor\n" in out
+    assert list(metrics(tmp_path / "a")) == [1, 2]
+
+    path = tmp_path / "a" / "step-00000002" / "state.json"
+    state = json.loads(path.read_text())
+    state["experiment"]["--model-name (its config)"] |= {"num_hidden_layers": 4, "hidden_act": "x"}
+    path.write_text(json.dumps(state))
+    [line] = run("01-single-gpu", 1, *named, check=False).errors
+    ours, theirs = "{'hidden_act': 'silu', 'num_hidden_layers': 3}", "{'hidden_act': 'x', 'num_hid"
+    assert f"--model-name (its config) is {ours}, but {theirs}" in line
+
+
 @pytest.fixture(scope="session")
 def stage_01(tmp_path_factory):
     """The functions of stage 01, for what need not run the whole script."""
@@ -444,7 +579,7 @@ def test_a_config_alone_trains_from_scratch(tmp_path):
     config.eos_token_id = 5
     config.save_pretrained(tmp_path / "config")
     named = ("-e", "a", "--save-dir", tmp_path)
-    run("03-fsdp", 2, *FEW, "-m", tmp_path / "config", *named)
+    run("03-fsdp", 2, *FEW, "-m", tmp_path / "config", "--from-scratch", *named)
     folder = tmp_path / "a" / "final_model"
     assert AutoConfig.from_pretrained(folder).model_type == "llama"
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [0]

@@ -65,7 +65,8 @@ def save_config(folder, architecture, **sizes):
 @pytest.mark.slow
 def test_fifty_steps(curve, tmp_path):
     """In two pipelines of two stages, with another weight at each end."""
-    model = ("-m", save_config(tmp_path / "m", "llama", tie_word_embeddings=False))
+    folder = save_config(tmp_path / "m", "llama", tie_word_embeddings=False)
+    model = ("-m", folder, "--from-scratch")
     one = curve("01-single-gpu", 1, *FIFTY, *model)
     split = curve(STAGE, 4, *FIFTY, *model, "--stages", 2)
     assert_same_curve(one, split, range(1, 51))
@@ -92,7 +93,7 @@ CASES = {
 )
 def test_the_same_curve_in_each_case(curve, masked_data, tmp_path, case):
     """On two pipelines of two stages, if the case does not say otherwise."""
-    model = ("-m", save_config(tmp_path / "m", "llama", tie_word_embeddings=True))
+    model = ("-m", save_config(tmp_path / "m", "llama", tie_word_embeddings=True), "--from-scratch")
     more, own = CASES[case]
     flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "--lr", "2e-3", *model, *more)
     if case == "masked labels":
@@ -127,7 +128,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_line_is_noticed(curve, tmp_path, name):
     folder = save_config(tmp_path / "m", "llama", tie_word_embeddings=True)
-    flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "-m", folder, "--lr", "2e-3")
+    flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "--lr", "2e-3")
+    flags += ("-m", folder, "--from-scratch")
     one = curve("01-single-gpu", 1, *flags)
     path = mutant(tmp_path / "mutant", STAGE, *MUTANTS[name])
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1, "--stages", 2)
@@ -249,7 +251,8 @@ def test_no_pipeline_stage_has_much_more_work(stage, layers, sizes, num_stages, 
 def test_the_state_is_that_of_the_largest_pipeline_stage(stage, curve, tmp_path, num_stages, tied):
     """16 bytes for each of its parameters, divided by the number of pipelines."""
     sizes = {"vocab_size": 1024, "tie_word_embeddings": tied}
-    flags = ("-m", save_config(tmp_path / "m", "llama", **sizes), *FEW, "--stages", num_stages)
+    model = ("-m", save_config(tmp_path / "m", "llama", **sizes), "--from-scratch")
+    flags = (*model, *FEW, "--stages", num_stages)
     measured = curve(STAGE, 4, *flags)[3]["memory/state_gb"] * 1e9
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config_of("llama", **sizes))
@@ -266,7 +269,7 @@ def test_the_state_is_that_of_the_largest_pipeline_stage(stage, curve, tmp_path,
 def written_by(what, folder, num_stages, micro_batches, schedule):
     """Runs one pipeline by tests/support/pipeline_worker.py: what each rank has written."""
     model = save_config(folder / "m", "llama")
-    flags = ("-m", model, "-s", 32, "-b", 1, "--global-batch-size", micro_batches)
+    flags = ("-m", model, "--from-scratch", "-s", 32, "-b", 1, "--global-batch-size", micro_batches)
     flags += ("--max-steps", 2, "--eval-sequences", 2, "--schedule", schedule)
     words = (what, folder, *flags, "--stages", num_stages)
     worker = SUPPORT / "pipeline_worker.py"
@@ -330,7 +333,7 @@ def test_bytes_between_pipeline_stages(tmp_path):
     note = f"        {write}\n        SENT[0] = 0\n"
     path = mutant(tmp_path, STAGE, (begin, COUNT + "\n" + begin), (place, note + place))
     model = save_config(tmp_path / "m", "llama", tie_word_embeddings=True)
-    flags = (*FEW, "-m", model, "--global-batch-size", 8, "-b", 2, "--stages", 4)
+    flags = (*FEW, "-m", model, "--from-scratch", "--global-batch-size", 8, "-b", 2, "--stages", 4)
     found = re.findall(r"SENT (\d+) (\d+) (\d+);", run(STAGE, 4, *flags, path=path).out)
     hidden_states = 2 * 64 * SIZES["hidden_size"] * 4
     sent = {int(index): int(count) for step, index, count in found if step == "3"}
@@ -360,7 +363,7 @@ def test_a_run_changes_its_pipeline_stages(curve, tmp_path):
     """Three steps on each, with one weight at both ends of the pipeline. The curve is that of stage
     01, and so is the model at the end."""
     sizes = {"vocab_size": 385, "tie_word_embeddings": True}
-    model = ("-m", save_config(tmp_path / "m", "llama", **sizes))
+    model = ("-m", save_config(tmp_path / "m", "llama", **sizes), "--from-scratch")
     named = ("-e", "a", "--save-dir", tmp_path)
     for number, (stage, processes, more) in enumerate(WALK):
         flags = (*exact(stage, processes), *STEADY, *model, *named, *more)
@@ -380,7 +383,7 @@ def test_the_export_is_the_trained_model(tmp_path, tied):
     model = save_config(tmp_path / "m", "llama", tie_word_embeddings=tied)
     tokens = torch.arange(32)[None] * 7 % 384
     logits, evaluations, samples = {}, {}, {}
-    flags = (*FEW, "--save-dir", tmp_path, "-m", model)
+    flags = (*FEW, "--save-dir", tmp_path, "-m", model, "--from-scratch")
     for stage, processes, more in (("03-fsdp", 1, ()), (STAGE, 4, ("--stages", 2))):
         out = run(stage, processes, *flags, "-e", stage, *more).out
         samples[stage] = out.split("what the model writes after it:")[1].splitlines()[0]
@@ -412,7 +415,7 @@ def test_a_pipeline_stage_that_is_killed_ends_the_run(tmp_path, curve):
     """The others wait for what it would have sent. torchrun ends them, and the run goes on from
     its newest checkpoint."""
     flags = (*SMALL, "--max-steps", "12", "--ckpt-freq", "3", "--log-freq", "1", "--stages", 2)
-    flags += ("-m", save_config(tmp_path / "m", "llama"))
+    flags += ("-m", save_config(tmp_path / "m", "llama"), "--from-scratch")
     named = ("-e", "a", "--save-dir", tmp_path)
     faults = {"PYTHONPATH": str(FAULTS), "STRIKE_RANK": "1"}
     faults["STRIKE"] = "kill open step-00000006.tmp/__1_0.distcp 1"
@@ -437,7 +440,7 @@ REFUSED = [
 @pytest.mark.parametrize(("architecture", "sizes", "flags", "message"), REFUSED)
 def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, flags, message):
     folder = save_config(tmp_path / "m", architecture, **sizes)
-    result = run(STAGE, 2, *FEW, "-m", folder, *flags, check=False)
+    result = run(STAGE, 2, *FEW, "-m", folder, "--from-scratch", *flags, check=False)
     assert result.returncode != 0
     [line] = result.errors
     assert message in line

@@ -33,8 +33,9 @@ def test_state_in_stage_03(tmp_path):
     config = llama(SHAPES[3], 3)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "model")
-    flags = ("-m", tmp_path / "model", "-s", 32, "--global-batch-size", 4, "--max-steps", 2)
-    run("03-fsdp", processes, "-e", "a", "--save-dir", tmp_path, "--eval-sequences", 4, *flags)
+    flags = ("-s", 32, "--global-batch-size", 4, "--max-steps", 2, "--eval-sequences", 4)
+    flags += ("-m", tmp_path / "model", "--from-scratch")
+    run("03-fsdp", processes, "-e", "a", "--save-dir", tmp_path, *flags)
     measured = metrics(tmp_path / "a")[2]["memory/state_gb"] * 1e9
     n, _ = scale.parameters(config)
     assert measured == pytest.approx(scale.state_bytes(n, processes), rel=0.05)

@@ -147,7 +147,8 @@ def gradients(folder, stage, processes, *flags):
 def test_every_gradient_is_that_of_one_process(tmp_path, architecture, tied, processes):
     """Also of the biases, and of the norms, whose gradients are sums over the ranks."""
     model = save_config(tmp_path / "m", architecture, tie_word_embeddings=tied)
-    flags = ("-s", "32", "--global-batch-size", "4", "-b", "2", "--max-steps", "1", "-m", model)
+    flags = ("-s", "32", "--global-batch-size", "4", "-b", "2", "--max-steps", "1")
+    flags += ("-m", model, "--from-scratch")
     one = gradients(tmp_path, "01-single-gpu", 1, *flags, "--eval-sequences", 2)
     flags += ("--eval-sequences", 2, "--tensor-size", 2)
     split = gradients(tmp_path, STAGE, processes, *flags)
@@ -179,7 +180,8 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_line_is_noticed(curve, tmp_path, name):
     folder = save_config(tmp_path / "m", "llama", tie_word_embeddings=True)
-    flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "-m", folder, "--lr", "2e-3")
+    flags = ("--max-steps", "6", *SMALL, "--dtype", "fp32", "--lr", "2e-3")
+    flags += ("-m", folder, "--from-scratch")
     one = curve("01-single-gpu", 1, *flags)
     path = mutant(tmp_path / "mutant", STAGE, *MUTANTS[name])
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1, "--tensor-size", 2)
@@ -271,7 +273,9 @@ def test_no_rank_holds_the_logits_of_the_whole_vocabulary(tmp_path, processes, t
     """The largest tensor of a step is a part of them: B × T × V / n."""
     sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
     folder = save_config(tmp_path / "m", "llama", **sizes, tie_word_embeddings=tied)
-    facts = watched(tmp_path, processes, "-m", folder, *("-s", 64, "--global-batch-size", 4))
+    facts = watched(
+        tmp_path, processes, "-m", folder, "--from-scratch", *("-s", 64, "--global-batch-size", 4)
+    )
     assert facts["largest"] == 4 * 64 * 4096 / processes
 
 
@@ -280,7 +284,7 @@ def test_the_count_sees_logits_that_are_gathered(tmp_path):
     folder = save_config(tmp_path / "m", "llama", **sizes)
     place = "    # The result is a DTensor, as the logits are."
     gather = (place, f"    logits.redistribute(placements=[Replicate()])\n{place}")
-    flags = ("-m", folder, "-s", 64, "--global-batch-size", 4)
+    flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4)
     facts = watched(tmp_path, 2, *flags, edits=[gather])
     assert facts["largest"] >= 4 * 64 * 4096
 
@@ -292,7 +296,7 @@ def test_collectives_of_a_micro_batch(tmp_path, processes, layers):
     """4 L + 2 all-gathers and as many reduce-scatters of the hidden states, (B, T, H): for the
     attention and the MLP of each of L blocks, forward and backward, and for both ends."""
     folder = save_config(tmp_path / "m", "llama", num_hidden_layers=layers)
-    flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+    flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 4)
     facts = watched(tmp_path, processes, *flags)
     calls, elements = facts["calls"], facts["elements"]
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
@@ -309,7 +313,7 @@ def test_collectives_of_a_micro_batch(tmp_path, processes, layers):
 def test_collectives_with_activation_checkpointing(tmp_path):
     """A block repeats its forward pass, but for the last reduce-scatter, which nothing needs."""
     folder = save_config(tmp_path / "m", "llama", num_hidden_layers=3)
-    flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+    flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 4)
     plain = watched(tmp_path / "plain", 2, *flags)["calls"]
     again = watched(tmp_path / "again", 2, *flags, "--activation-checkpointing")["calls"]
     assert again["all_gather_into_tensor"] == plain["all_gather_into_tensor"] + 2 * 3
@@ -319,7 +323,7 @@ def test_collectives_with_activation_checkpointing(tmp_path):
 def test_attention_and_mlp_gather_their_input_once(tmp_path):
     """Without it each layer gathers for itself."""
     folder = save_config(tmp_path / "m", "llama")
-    flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4)
+    flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 4)
     gather = "            styles[name] = GATHER_TOKENS[last_name]\n"
     shared = watched(tmp_path / "shared", 2, *flags)
     separate = watched(tmp_path / "separate", 2, *flags, edits=[(gather, "            pass\n")])
@@ -337,7 +341,8 @@ def test_activations_between_layers_are_split_by_tokens_within_by_features(tmp_p
         saved = []
         for layers in (2, 3):
             folder = save_config(tmp_path / f"m{layers}", "llama", num_hidden_layers=layers)
-            flags = ("-m", folder, "-s", 64, "--global-batch-size", 4, "-b", 4, "--dtype", dtype)
+            flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 4)
+            flags += ("--dtype", dtype)
             facts = watched(tmp_path / f"{processes}-{layers}", processes, *flags)
             saved.append(facts["saved"])
         kept = (saved[1] - saved[0]) / (4 * 64)
@@ -367,7 +372,7 @@ def test_a_run_changes_its_tensor_size(curve, tmp_path):
     """Three steps on each, with tied embeddings of 385 tokens, which are not divided equally. The
     curve is that of stage 01, and so is the model at the end."""
     sizes = {"vocab_size": 385, "tie_word_embeddings": True}
-    model = ("-m", save_config(tmp_path / "m", "llama", **sizes))
+    model = ("-m", save_config(tmp_path / "m", "llama", **sizes), "--from-scratch")
     named = ("-e", "a", "--save-dir", tmp_path)
     for number, (stage, processes, more) in enumerate(WALK):
         flags = (*exact(stage, processes), *STEADY, *model, *named, *more)
@@ -472,7 +477,7 @@ REFUSED = [
 @pytest.mark.parametrize(("architecture", "sizes", "message"), REFUSED)
 def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, message):
     folder = save_config(tmp_path / "m", architecture, **sizes)
-    result = run(STAGE, 2, *FEW, "-m", folder, check=False)
+    result = run(STAGE, 2, *FEW, "-m", folder, "--from-scratch", check=False)
     assert result.returncode != 0
     [line] = result.errors
     assert message in line
@@ -486,7 +491,7 @@ def test_other_models_that_cannot_be_split_train_nothing_wrong(tmp_path, archite
     """Features that cannot be divided equally, and layers that the plan leaves out: an error of
     PyTorch's, or ours, before the first step."""
     folder = save_config(tmp_path / "m", architecture, **sizes)
-    result = run(STAGE, 2, *FEW, "-m", folder, check=False)
+    result = run(STAGE, 2, *FEW, "-m", folder, "--from-scratch", check=False)
     assert result.returncode != 0
     assert "step     1/" not in result.out
 

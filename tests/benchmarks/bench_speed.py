@@ -76,7 +76,8 @@ def setting(folder, name):
 
 def flags_of(how, name, folder):
     """The same as flags of a stage, which logs every `warm` steps."""
-    flags = ["-m", how["model"], "-d", "dummy", "-s", how["seq_length"], "-b", how["batch_size"]]
+    flags = ["-m", how["model"], "--from-scratch", "-d", "dummy"]
+    flags += ["-s", how["seq_length"], "-b", how["batch_size"]]
     flags += ["--global-batch-size", how["global_batch_size"], "--max-steps", how["steps"]]
     flags += ["--log-freq", how["warm"], "--eval-sequences", 1, "-e", name, "--save-dir", folder]
     return [str(flag) for flag in flags]

@@ -299,7 +299,7 @@ def main(args):
     last_step = resumed["step"]
     if last_step >= total_steps and (run_dir / "final_model").exists():
         say(f"{run_dir} is finished: without final_model it would be exported again")
-        return False
+        return
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
     positions = resumed.get("streams")
@@ -462,7 +462,6 @@ def main(args):
         save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
     log.close()
     dist.barrier(loading_group)  # rank 0 writes the model, and may still send to Comet
-    return False
 
 
 def newest_metrics(run_dir):

@@ -106,7 +106,7 @@ def test_an_evaluation_loads_one_micro_batch_at_a_time(stages, world_size, monke
 def test_the_learning_rate_is_a_function_of_the_step(stages, name, warmup):
     """That of transformers. The first step and the last one move the weights, too."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    of_transformers = "constant_with_warmup" if name == "constant" else name
+    of_transformers = "constant" if name == "constant" else name
     schedule = transformers.get_scheduler(of_transformers, optimizer, warmup, 41)
     factors = [stages["01-single-gpu"].lr_factor(step, name, warmup, 40) for step in range(1, 41)]
     assert factors == pytest.approx([schedule.lr_lambdas[0](step) for step in range(1, 41)])

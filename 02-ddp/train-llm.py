@@ -516,6 +516,9 @@ def load_data(args, config, tokenizer):
 
     These are a split in `HELD_OUT`, or else the last 5% of the training data."""
     longest = getattr(config, "max_position_embeddings", sys.maxsize)
+    # In the family of RoBERTa, the first token has the position pad_token_id + 1.
+    if any(name in config.model_type for name in ("roberta", "camembert", "data2vec", "xmod")):
+        longest -= config.pad_token_id + 1
     seq_length = args.seq_length or min(1024, longest)
     if args.dataset_name == "python-docs":
         datasets.disable_progress_bars()  # this takes only a second

@@ -161,6 +161,31 @@ def test_bert_reads_no_token_that_it_has_to_predict(stage_01, tmp_path):
     assert not torch.equal(logits[:, 16:], changed[:, 16:])
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        transformers.RobertaConfig,
+        transformers.XLMRobertaConfig,
+        transformers.CamembertConfig,
+        transformers.Data2VecTextConfig,
+        transformers.OPTConfig,  # here two more embeddings than max_position_embeddings
+        transformers.BertConfig,
+    ],
+)
+def test_the_default_length_is_the_longest_that_the_model_takes(make, stage_01):
+    """In some models the positions of tokens do not begin with 0."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"ffn_dim": 64, "word_embed_proj_dim": 32, "intermediate_size": 64}
+    config = make(vocab_size=384, max_position_embeddings=40, **sizes, is_decoder=True)
+    args = data_args("dummy", None)
+    train, _ = stage_01.load_data(args, config, stage_01.load_tokenizer("tiny", ""))
+    model = AutoModelForCausalLM.from_config(config)
+    tokens = train[0]["input_ids"][None] % 100 + 3  # none is padding
+    assert model(input_ids=tokens).logits.shape[1] == args.seq_length
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.cat([tokens, tokens[:, :1]], 1))
+
+
 @pytest.mark.parametrize(("stage", "processes"), STAGES[1:])
 def test_final_model_is_the_trained_model(stage, processes, tmp_path):
     """from_pretrained opens it, and it has the evaluation loss that the run ended with."""

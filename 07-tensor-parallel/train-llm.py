@@ -621,8 +621,11 @@ def load_config(name, from_scratch):
         )
         return config, None
 
-    config = transformers.AutoConfig.from_pretrained(name)
+    config = load_pretrained(transformers.AutoConfig, name)
     config = config.get_text_config()  # the language part of a multimodal model
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = f"{config.model_type} is no causal language model in transformers"
+        fail(f"--model-name {name}: {kind}, choose another model")
     config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
     # No dropout: its random numbers would depend on how a batch is split.
     for key, value in vars(config).items():
@@ -650,7 +653,7 @@ def load_tokenizer(model_name, dataset_name):
         vocabulary = {token: number for number, token in enumerate(tokens)}
         tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[])
     else:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+        tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
         # Without its files, transformers makes one that has special tokens only.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
@@ -665,11 +668,23 @@ def load_tokenizer(model_name, dataset_name):
     return tokenizer
 
 
+def load_pretrained(auto_class, name, **options):
+    """The result of auto_class.from_pretrained. Ends the run with one line if loading fails."""
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except Exception as error:  # tokenizers and safetensors raise exceptions of their own
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        fail(f"--model-name {name}: {auto_class.__name__} cannot load it: {reason}")
+
+
 def load_data(args, config, tokenizer):
     """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
 
     These are a split in `HELD_OUT`, or else the last 5% of the training data."""
     longest = getattr(config, "max_position_embeddings", sys.maxsize)
+    # In the family of RoBERTa, the first token has the position pad_token_id + 1.
+    if any(name in config.model_type for name in ("roberta", "camembert", "data2vec", "xmod")):
+        longest -= config.pad_token_id + 1
     seq_length = args.seq_length or min(1024, longest)
     if args.dataset_name == "python-docs":
         datasets.disable_progress_bars()  # this takes only a second
@@ -885,9 +900,17 @@ def load_model(config, weights, attn, seed):
     }
     if weights is None:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        weights, config=config, output_loading_info=True, **options
+    options["output_loading_info"] = True
+    model, info = load_pretrained(
+        transformers.AutoModelForCausalLM, weights, config=config, **options
     )
+    whole_config = load_pretrained(transformers.AutoConfig, weights)
+    if info["missing_keys"] and whole_config.model_type != config.model_type:
+        # In the files of a multimodal model, the weights of its language part have other names.
+        whole, info = load_pretrained(transformers.AutoModelForImageTextToText, weights, **options)
+        model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
+        output_layer = whole.get_output_embeddings()
+        model.get_output_embeddings().load_state_dict(output_layer.state_dict())
     if info["missing_keys"]:
         fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
     return model.train()  # from_pretrained returns it in evaluation mode

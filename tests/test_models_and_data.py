@@ -23,6 +23,7 @@ from conftest import (
     mutant,
     run,
 )
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -159,6 +160,31 @@ def test_bert_reads_no_token_that_it_has_to_predict(stage_01, tmp_path):
         logits, changed = model(input_ids=tokens).logits, model(input_ids=other).logits
     assert torch.equal(logits[:, :16], changed[:, :16])
     assert not torch.equal(logits[:, 16:], changed[:, 16:])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        transformers.RobertaConfig,
+        transformers.XLMRobertaConfig,
+        transformers.CamembertConfig,
+        transformers.Data2VecTextConfig,
+        transformers.OPTConfig,  # here two more embeddings than max_position_embeddings
+        transformers.BertConfig,
+    ],
+)
+def test_the_default_length_is_the_longest_that_the_model_takes(make, stage_01):
+    """In some models the positions of tokens do not begin with 0."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"ffn_dim": 64, "word_embed_proj_dim": 32, "intermediate_size": 64}
+    config = make(vocab_size=384, max_position_embeddings=40, **sizes, is_decoder=True)
+    args = data_args("dummy", None)
+    train, _ = stage_01.load_data(args, config, stage_01.load_tokenizer("tiny", ""))
+    model = AutoModelForCausalLM.from_config(config)
+    tokens = train[0]["input_ids"][None] % 100 + 3  # none is padding
+    assert model(input_ids=tokens).logits.shape[1] == args.seq_length
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.cat([tokens, tokens[:, :1]], 1))
 
 
 @pytest.mark.parametrize(("stage", "processes"), STAGES[1:])
@@ -301,6 +327,79 @@ def test_the_peaks_of_devices(stage_01):
         "CPU": 0,
     }
     assert {name: peak_flops(name) / 1e12 for name in peaks} == pytest.approx(peaks)
+
+
+IMAGES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+IMAGES |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14}
+PADDED = {**GROUPED, "pad_token_id": 0}
+MULTIMODAL = {
+    "gemma3": ({**GROUPED, "head_dim": 8}, IMAGES),
+    "mistral3": ({**GROUPED, "model_type": "mistral"}, {**IMAGES, "head_dim": 8}),
+    "llava": (GROUPED, {**IMAGES, "model_type": "clip_vision_model", "projection_dim": 32}),
+    "smolvlm": (PADDED, IMAGES),
+    "qwen3_5": ({**GROUPED, "head_dim": 8}, {"depth": 1, "hidden_size": 32, "num_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_part_of_weights_for_text_and_images(kind, stage_01, tmp_path):
+    """Whatever the names of its weights are: logits of texts are those of the whole model. If some
+    of the weights are missing, the run ends."""
+    text, images = MULTIMODAL[kind]
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=images)
+    whole = transformers.AutoModelForImageTextToText.from_config(config)
+    whole.save_pretrained(tmp_path)
+    config, weights = stage_01.load_config(str(tmp_path), False)
+    model = stage_01.load_model(config, weights, "auto", 0)
+    tokens = torch.arange(5, 69)[None]
+    with torch.no_grad():
+        ours, theirs = (m.eval()(input_ids=tokens, use_cache=False).logits for m in (model, whole))
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    assert model.num_parameters() < whole.num_parameters()
+
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "mlp.up_proj" in name)
+    weights.pop(name)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SystemExit, match="it lacks weights for .*up_proj"):
+        stage_01.load_model(config, str(tmp_path), "auto", 0)
+
+
+def test_a_model_without_a_text_part_of_its_own(stage_01, tmp_path):
+    """transformers has no class for the language model in Qwen2.5-VL."""
+    transformers.Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="qwen2_5_vl_text is no causal language model"):
+        stage_01.load_config(str(tmp_path), False)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123456789\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("model.safetensors", POINTER, "AutoModelForCausalLM"),
+        ("pytorch_model.bin", POINTER, "AutoModelForCausalLM"),
+        ("tokenizer.json", POINTER, "AutoTokenizer"),
+        ("tokenizer.model", POINTER, "AutoTokenizer"),
+        ("config.json", POINTER, "AutoConfig"),
+        ("config.json", b'{"hidden_size": 32}', "AutoConfig"),
+    ],
+)
+def test_broken_files_of_a_model_end_in_one_line(name, content, part, stage_01, tmp_path):
+    """Git without its extension LFS leaves such pointers in place of large files."""
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    if name == "pytorch_model.bin":
+        (tmp_path / "model.safetensors").unlink()
+    if name != "tokenizer.model":  # which is alone
+        stage_01.load_tokenizer("tiny", "").save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        config, weights = stage_01.load_config(str(tmp_path), False)
+        stage_01.load_tokenizer(str(tmp_path), "")
+        stage_01.load_model(config, weights, "auto", 0)
+    [line] = str(stop.value).splitlines()
+    assert f"error: --model-name {tmp_path}: {part} cannot load it: " in line
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,8 @@ def start(ranks, path, flags, log, variables):
         command = ["bash", RANKS_SH, ranks]
     return subprocess.Popen(
         [str(word) for word in [*command, path, *flags]],
-        env=environment(PYTHON=sys.executable, **variables),
+        # By default each rank would have as many processes that compile as there are cores.
+        env=environment(PYTHON=sys.executable, TORCHINDUCTOR_COMPILE_THREADS="4", **variables),
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,

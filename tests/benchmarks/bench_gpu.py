@@ -92,14 +92,16 @@ KINDS = [
     (r"gemm|nvjet|cutlass|cublas|splitK|aten::(add|b|ba)?mm$|mkldnn_linear", "matrix products"),
     (r"multi_tensor_apply|[Aa]dam|_foreach", "optimizer and clipping"),
     (r"Memcpy|Memset|copy_|CatArray|FillFunctor|fill_", "copies and casts"),
-    (r"elementwise|reduce|[Ss]oft[Mm]ax|aten::(mul|add|div|sum|silu)", "elementwise and reductions"),
+    (r"elementwise|reduce|[Ss]oft[Mm]ax|aten::(mul|add|div|sum)", "elementwise and reductions"),
 ]
 PROFILED_STEP = 12  # after the warm-up, and not one that is logged
 
 
 def profile():
-    """Stage 01 with micro-batches of two sizes, and what the GPU does in a step of each. The profiler
-    makes Python slower, so without compilation the GPU is idle for longer than in a real run."""
+    """Stage 01 with micro-batches of two sizes, and what the GPU does in a step of each.
+
+    The profiler makes Python slower, so without compilation the GPU is idle for longer than in a
+    real run."""
     name = LLAMA if GPU else "tiny, 0.7 M"
     ways = {"-b 4 --no-compile": {}}
     if GPU:

@@ -39,7 +39,8 @@ case ${1:-} in
     python3 tests/benchmarks/ranks.py "${1#ranks-}"
     ;;
   ranks-3)
-    RANKS_ON_ONE_GPU=2 python3 -m pytest -m gpu -k two_gpus -n "${AT_ONCE:-3}" --durations=10 |
+    export RANKS_ON_ONE_GPU=2 TORCHINDUCTOR_COMPILE_THREADS=4
+    python3 -m pytest -m gpu -k two_gpus -n "${AT_ONCE:-3}" --durations=10 |
       tee "$OUT/gpu-2-ranks-test.txt"
     ;;
   test-2)

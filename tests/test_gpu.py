@@ -171,7 +171,8 @@ def ranks_that_share_a_gpu(monkeypatch):
     def start(path, processes, *flags, cwd=None, **more):
         if processes is None:
             return start_one(path, None, *flags, cwd=cwd, **more)
-        command = ["bash", ROOT / "tests/benchmarks/ranks.sh", processes, path, *flags]
+        command = ["timeout", "--kill-after", 60, 200]  # ranks that wait for each other
+        command += ["bash", ROOT / "tests/benchmarks/ranks.sh", processes, path, *flags]
         return subprocess.Popen(
             [str(word) for word in command],
             env=environment(PYTHON=sys.executable, **more),

@@ -8,7 +8,7 @@
 #   bash tests/benchmarks/gpu.sh check      with several GPUs: every stage against stage 01, no limit
 #
 # Each ends with a file in $OUT, by default outputs/measured: gpu-test.txt, gpu.md, gpu-profile.md,
-# gpu-peers.md, gpu-check.md. gpu-2.sh has the calls for several ranks.
+# gpu-peers.md; check with outputs/gpu-check.md. gpu-2.sh has the calls for several ranks.
 # On a machine without a network, the packages that are missing there go as wheels into .wheels.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -33,13 +33,14 @@ case ${1:-} in
     python3 tests/benchmarks/benchmark.py gpu-peers
     ;;
   check)
-    python3 tests/benchmarks/ranks.py check
+    MEASURED=outputs python3 tests/benchmarks/ranks.py check
     ;;
   ranks-1 | ranks-2)
     python3 tests/benchmarks/ranks.py "${1#ranks-}"
     ;;
   ranks-3)
-    RANKS_ON_ONE_GPU=2 python3 -m pytest -m gpu -k two_gpus -n "${AT_ONCE:-3}" --durations=10 |
+    export RANKS_ON_ONE_GPU=2 TORCHINDUCTOR_COMPILE_THREADS=4
+    python3 -m pytest -m gpu -k two_gpus -n "${AT_ONCE:-3}" --durations=10 |
       tee "$OUT/gpu-2-ranks-test.txt"
     ;;
   test-2)

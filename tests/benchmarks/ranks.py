@@ -3,6 +3,7 @@
     python tests/benchmarks/ranks.py 1        NCCL on one GPU, which the ranks share (ranks.sh)
     python tests/benchmarks/ranks.py 2        the rest of it, at most seven minutes like the first
     python tests/benchmarks/ranks.py check    a rank on each GPU of this machine
+    python tests/benchmarks/ranks.py 1 int8   the cases of part 1 with int8 in their names
 
 gpu-2.sh and gpu.sh call it. Without a GPU, or with DEVICE=cpu, the ranks use Gloo. A line is
 printed for each case as soon as it ends, and the table goes to $MEASURED, by default
@@ -70,9 +71,8 @@ own_gpus = False  # whether each rank has a GPU of its own
 case = threading.local()  # `case.end`: when the time of the case that this thread runs is over
 
 
-def main():
+def main(part, words=""):
     global own_gpus
-    part = sys.argv[1]
     own_gpus = part == "check"
     end_of_part = time.monotonic() + (86400 if own_gpus else PART_SECONDS)
     rows = []
@@ -102,23 +102,25 @@ def main():
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
         os.environ["COURSE_HF_HOME"] = folder
         cases = check() if own_gpus else PARTS[part]
+        cases = [one for one in cases if words in one[0]]
         alone = [one for one in cases if one[2] in ALONE]
         for one in alone:
             attempt(*one)
         list(pool.map(lambda one: attempt(*one), [one for one in cases if one not in alone]))
+    print(f"\n{table(HEAD, rows)}")
     sys.exit(any(row[3] == "FAIL" for row in rows))
 
 
 def write(rows):
-    """Writes the table. Rows that an earlier call has written for other parts are kept."""
+    """Writes the table. Rows that an earlier call has written for other cases are kept."""
     name = "gpu-check.md" if own_gpus else "gpu-2-ranks.md" if ON_GPU else "gpu-2-dry.md"
     path = MEASURED / name
-    part, kept = rows[0][0], []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    by_case = {}
+    for line in path.read_text().splitlines()[4:] if path.exists() else []:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if line.startswith("| ") and cells[0] not in (part, HEAD[0], "---"):
-            kept.append(cells)
-    rows = sorted([*kept, *rows], key=lambda row: row[0])
+        by_case[tuple(cells[:3])] = cells
+    by_case |= {tuple(map(str, row[:3])): row for row in rows}
+    rows = [by_case[key] for key in sorted(by_case, key=lambda key: key[0])]
     parts = dict.fromkeys(row[0] for row in rows)
     commands = ", ".join(f"`python tests/benchmarks/ranks.py {part}`" for part in parts)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +140,8 @@ def start(ranks, path, flags, log, variables):
         command = ["bash", RANKS_SH, ranks]
     return subprocess.Popen(
         [str(word) for word in [*command, path, *flags]],
-        env=environment(PYTHON=sys.executable, **variables),
+        # By default each rank would have as many processes that compile as there are cores.
+        env=environment(PYTHON=sys.executable, TORCHINDUCTOR_COMPILE_THREADS="4", **variables),
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -456,7 +459,7 @@ if __name__ == "__main__":
         worker_all_reduce()
     elif name == "worker-replicas":
         worker_replicas(*rest)
-    elif name in (*PARTS, "check") and not rest:
-        main()
+    elif name in (*PARTS, "check"):
+        main(name, *rest)
     else:
         sys.exit(__doc__)

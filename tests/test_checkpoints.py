@@ -343,7 +343,7 @@ def write_text(path, seed):
         (("-d", "dummy"), "--dataset-name (CRC-32 of its tokens) is "),
         (
             ("-m", "{}/model", "--from-scratch"),
-            "--model-name (its config) is {{'hidden_size': 32, ",
+            "--model-name (its config) is {{'head_dim': 16, 'hidden_",
         ),
     ],
 )

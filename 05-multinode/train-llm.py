@@ -652,13 +652,13 @@ def sum_cross_entropy(logits, targets):
 def lr_factor(step, schedule, warmup_steps, total_steps):
     """The learning rate of a step as a share of --lr. It depends on nothing else than the step.
 
-    Steps count from 1. The share is 1 / warmup_steps in the first one, and 1 at the end of the
-    warm-up. Then it falls, and would be 0 in the step after the last one."""
-    if step < warmup_steps:
-        return step / warmup_steps
+    Steps count from 1. The share rises in the steps of the warm-up, is 1 in the one after it, and
+    then falls. It would be 0 in step 0 and in the step after the last one."""
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
     if schedule == "constant":
         return 1.0
-    progress = (step - warmup_steps) / (total_steps + 1 - warmup_steps)
+    progress = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
     if schedule == "linear":
         return 1 - progress
     return (1 + math.cos(math.pi * progress)) / 2

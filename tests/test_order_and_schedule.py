@@ -104,13 +104,14 @@ def test_an_evaluation_loads_one_micro_batch_at_a_time(stages, world_size, monke
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_the_learning_rate_is_a_function_of_the_step(stages, name, warmup):
-    """That of transformers. The first step and the last one move the weights, too."""
+    """That of transformers, with a warm-up from step 0 and an end after the last step, so that the
+    first step and the last one move the weights, too."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    of_transformers = "constant" if name == "constant" else name
-    schedule = transformers.get_scheduler(of_transformers, optimizer, warmup, 41)
+    of_transformers = "constant_with_warmup" if name == "constant" else name
+    schedule = transformers.get_scheduler(of_transformers, optimizer, warmup + 1, 41)
     factors = [stages["01-single-gpu"].lr_factor(step, name, warmup, 40) for step in range(1, 41)]
     assert factors == pytest.approx([schedule.lr_lambdas[0](step) for step in range(1, 41)])
-    assert factors[:warmup] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0][:warmup])
+    assert factors[warmup] == 1
     assert all(factor > 0 for factor in factors)
 
 

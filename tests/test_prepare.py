@@ -660,7 +660,8 @@ def test_rows_for_another_tokenizer_are_refused(prepared, tmp_path):
     sizes = {"vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
     transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    result = run("01-single-gpu", 1, *FEW, "-m", tmp_path, "-d", prepared, check=False)
+    flags = (*FEW, "-m", tmp_path, "--from-scratch", "-d", prepared)
+    result = run("01-single-gpu", 1, *flags, check=False)
     said = f"--dataset-name {prepared}: was not prepared for the tokens of {tmp_path}"
     assert result.errors == [f"train-llm.py: error: {said}"]
 

@@ -45,7 +45,7 @@ def test_the_curve_is_that_of_a_bare_loop(curve):
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        factor = (step + 1) / 3 if step < 3 else (1 + math.cos(math.pi * (step - 2) / 10)) / 2
+        factor = (step + 1) / 4 if step < 3 else (1 + math.cos(math.pi * (step - 3) / 9)) / 2
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * factor
         optimizer.step()
@@ -146,7 +146,9 @@ MUTANTS = {
         "03-fsdp",
         (
             "    set_model_state_dict(model, full_weights, options=options)\n",
-            "    torch.manual_seed(dist.get_rank())\n    model.init_weights()\n",
+            "    torch.manual_seed(dist.get_rank())\n"
+            "    for parameter in model.parameters():\n"
+            "        torch.nn.init.normal_(parameter.to_local(), std=0.02)\n",
         ),
     ),
     "replicas not averaged": (

@@ -57,7 +57,8 @@ def now():
 def schedule(optimizer, how):
     """As in the stages, where steps count from 1."""
     warmup = min(100, how["steps"] // 10)
-    cosine = transformers.get_scheduler("cosine", optimizer, warmup, how["steps"] + 1).lr_lambdas[0]
+    steps = how["steps"]
+    cosine = transformers.get_scheduler("cosine", optimizer, warmup + 1, steps + 1).lr_lambdas[0]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: cosine(done + 1))
 
 

@@ -11,11 +11,13 @@ import argparse
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import submitit
 
 LOGS = Path(__file__).resolve().parent.parent / "outputs" / "slurm"
@@ -30,6 +32,7 @@ class Training:
     def __call__(self):
         # RANK, WORLD_SIZE, MASTER_ADDR and so on, as torchrun sets them.
         submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        set_interface(submitit.JobEnvironment())
         # Slurm sends its signal to all processes of a job. It is submitit that handles it.
         self.process = subprocess.Popen(self.command, preexec_fn=ignore_usr2)
         if self.process.wait() != 0:
@@ -44,6 +47,20 @@ class Training:
         with suppress(ChildProcessError):
             os.waitpid(self.process.pid, 0)
         return submitit.helpers.DelayedSubmission(Training(self.command))
+
+
+def set_interface(job):
+    """Gloo and NCCL use the network interface by which this node reaches another one of the job.
+
+    By default Gloo takes the address of the host's name, which is often 127.0.1.1."""
+    others = [host for node, host in enumerate(job.hostnames) if node != job.node]
+    if others:
+        with socket.socket(type=socket.SOCK_DGRAM) as connection:
+            connection.connect((others[0], 1))  # sends nothing, but chooses a route
+            address = connection.getsockname()[0]
+        interfaces = {a.address: name for name, nic in psutil.net_if_addrs().items() for a in nic}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces[address])
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + interfaces[address])  # just this one
 
 
 def ignore_usr2():

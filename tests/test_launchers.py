@@ -2,19 +2,26 @@
 
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import ROOT, assert_same_curve, environment, metrics
+from conftest import ROOT, assert_same_curve, metrics
 from nodes import (
     ALONE,
+    RUN,
     assert_the_curve,
+    free_port,
+    job,
     last_step,
+    launcher_environment,
     named,
     wait_until,
     world_size,
@@ -131,11 +138,131 @@ def test_slurm_loses_a_node(slurm, curve, tmp_path):
     assert_the_curve(tmp_path, curve)
 
 
+def launch(*command, **variables):
+    return subprocess.run(
+        [str(word) for word in command],
+        env=launcher_environment(**variables),
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_more_than_one_node_needs_an_address():
-    run = ["bash", str(ROOT / "05-multinode" / "run.sh")]
-    done = subprocess.run(run, env=environment(NNODES="2"), capture_output=True, text=True)
+    done = launch("bash", RUN, NNODES="2")
     assert done.returncode != 0
     assert "MASTER_ADDR: the address of the node that serves the store" in done.stderr
+
+
+@pytest.fixture
+def debian(tmp_path):
+    """The beginning of a command line. What follows runs where the host's name, debian, is
+    127.0.1.1, as in the /etc/hosts that Debian installs."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
+    mount = 'mount --bind "$0" /etc/hosts && exec "$@"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, hosts]
+    if not shutil.which("unshare") or launch(*command, "true").returncode != 0:
+        pytest.skip("an /etc/hosts of its own needs namespaces for users and mounts")
+    return command
+
+
+def test_the_name_of_the_store_must_not_be_loopback_on_its_node(debian):
+    """No other node could reach it, and all would wait."""
+    done = launch(*debian, "bash", RUN, NNODES="1:2", MASTER_ADDR="debian", NPROC_PER_NODE="1")
+    assert done.returncode != 0
+    [line] = (done.stdout + done.stderr).splitlines()
+    assert line.startswith("run.sh: MASTER_ADDR=debian is 127.0.1.1 on this machine")
+    assert "Set MASTER_ADDR to an IP address that they reach" in line
+
+
+@pytest.mark.parametrize("address", ["debian", "127.0.0.1", "localhost"])
+def test_a_batch_job_knows_the_same_before_it_starts_the_nodes(debian, address, tmp_path):
+    programs = {
+        "scontrol": f"echo '   NodeAddr={address} NodeHostName=debian Version=24.05'",
+        "srun": f"touch {tmp_path}/started",
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    command = [*debian, "env", f"PATH={tmp_path}:{os.environ['PATH']}", "bash"]
+    slurm = {"JOB_ID": "1", "JOB_NAME": "a", "NNODES": "2"}
+    variables = {f"SLURM_{name}": value for name, value in slurm.items()}
+    batch = RUN.parent / "train-llm.sbatch"
+    done = launch(*command, batch, SLURMD_NODENAME="debian", **variables)
+    assert (tmp_path / "started").exists() == (address != "debian")
+    if address == "debian":
+        assert done.returncode != 0
+        [line] = (done.stdout + done.stderr).splitlines()
+        assert line.startswith("train-llm.sbatch: MASTER_ADDR=debian is 127.0.1.1 on this node")
+        assert "set it to an IP address that they reach" in line
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
+
+
+def variables_of_workers(folder, **more):
+    """What run.sh sets of NAMES for the workers of a node."""
+    script = folder / "variables.py"
+    script.write_text(f"import os\nprint([os.environ.get(name) for name in {NAMES}], flush=True)\n")
+    given = {"MASTER_PORT": str(free_port()), "LAST_CALL": "1", "NNODES": "1:2"} | more
+    command = ["env", *(f"--unset={name}" for name in NAMES if name not in more), "bash", RUN]
+    done = launch(*command, SCRIPT=str(script), MASTER_ADDR="127.0.0.1", **given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_workers_get_an_interface_and_their_share_of_the_cores(tmp_path):
+    """The interface is that of the way to the store. No worker is left without a thread."""
+    cores = len(os.sched_getaffinity(0))
+    threads = str(max(1, cores // 2))
+    assert variables_of_workers(tmp_path, NPROC_PER_NODE="2") == [str(["lo", "=lo", threads])] * 2
+    one = {"NPROC_PER_NODE": "1", "GLOO_SOCKET_IFNAME": "a", "NCCL_SOCKET_IFNAME": "b"}
+    assert variables_of_workers(tmp_path, **one) == [str(["a", "b", str(cores)])]
+    one = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "7"}
+    assert variables_of_workers(tmp_path, **one) == [str(["lo", "=lo", "7"])]
+    many = variables_of_workers(tmp_path, NPROC_PER_NODE=str(cores + 1), NNODES="1")
+    assert many == [str([None, None, "1"])] * (cores + 1)
+
+
+def test_a_port_that_another_program_uses():
+    """It may be another run.sh. Where the store of this job is, nothing but one line is said."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        more = {"NNODES": "1:2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        done = launch("bash", RUN, NPROC_PER_NODE="1", **more)
+    assert done.returncode != 0
+    line = f"run.sh: MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: Address already in use\n"
+    assert done.stdout + done.stderr == line
+
+
+def test_a_port_whose_last_connections_were_just_closed(tmp_path):
+    """As after a requeue. The system keeps them for a minute, and the port can be used."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()  # the side that closes first
+    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
+        strict.bind(("", port))
+    more = {"NPROC_PER_NODE": "1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    assert variables_of_workers(tmp_path, **more) == [str(["lo", "=lo", "1"])]
+
+
+def test_ctrl_c_saves_as_sigterm_does(curve, tmp_path):
+    """A terminal sends SIGINT to run.sh, whose workers are in sessions of their own."""
+    with job(tmp_path, processes=2, NNODES="1") as start:
+        node = start("a", *named(tmp_path))
+        wait_until(lambda: last_step(tmp_path / "a") >= 5, "5 steps", [node])
+        before = len(node.said().splitlines())
+        os.killpg(node.process.pid, signal.SIGINT)
+        assert node.wait() != 0
+        step = last_step(tmp_path / "a")
+        lines = [x for x in node.said().splitlines()[before:] if not x.startswith("step ")]
+        assert f"stopped by SIGTERM after step {step}" in lines
+        assert len(lines) < 10 and not any("Traceback" in line for line in lines)
+        assert (tmp_path / "a" / f"step-{step:08d}").exists()
+    assert_the_curve(tmp_path, curve)
 
 
 @contextmanager
@@ -181,6 +308,13 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
             return "".join(path.read_text() for path in (tmp_path / "logs").glob("*_log.*"))
 
         wait_until(lambda: last_step(tmp_path / "a-1e-3") >= 10, "10 steps")
+        seen = set()
+        for process in processes_of(Path(variables["SLURM_CONF"]).parent):
+            with suppress(psutil.NoSuchProcess):
+                if "a-1e-3" in psutil.Process(process).cmdline():  # what submitit has started
+                    names = psutil.Process(process).environ()
+                    seen.add((names.get("GLOO_SOCKET_IFNAME"), names.get("NCCL_SOCKET_IFNAME")))
+        assert seen == {("lo", "=lo")}
         slurm("scancel", "--signal=USR2", jobs[0][0])
 
         def completed():

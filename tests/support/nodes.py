@@ -1,9 +1,11 @@
 """Nodes of a job on this machine: run.sh, torchrun and workers, as on machines of their own."""
 
 import json
+import os
 import re
 import socket
 import subprocess
+import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +19,12 @@ INTERVAL = 20
 ALONE = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant")
 ALONE += ("--warmup-steps", "5", "--seed", "3", "--ckpt-freq", INTERVAL)
 FLAGS = (*ALONE, "--compression", "none", "--timeout", "60")
+
+
+def launcher_environment(**more):
+    """That of a run, in which `python` is the one of these tests, also in one not activated."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return environment(PATH=path, **more)
 
 
 def free_port():
@@ -33,7 +41,7 @@ class Node:
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 ["bash", str(RUN), *map(str, flags)],
-                env=environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
+                env=launcher_environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

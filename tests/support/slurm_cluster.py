@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,12 +29,14 @@ class SlurmMissing(RuntimeError):
 
 
 def programs_environment():
-    """This environment, with Slurm's programs on the PATH, without variables of an outer Slurm."""
+    """This environment, with this Python and Slurm's programs on the PATH, without variables of an
+    outer Slurm."""
     prefixes = ("SLURM", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_", "MUNGE_")
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(prefixes)
     }
-    environment["PATH"] += ":/usr/sbin:/usr/local/sbin:/sbin"
+    python = Path(sys.executable).parent
+    environment["PATH"] = f"{python}:{environment['PATH']}:/usr/sbin:/usr/local/sbin:/sbin"
     missing = [name for name in PROGRAMS if shutil.which(name, path=environment["PATH"]) is None]
     if missing:
         names = ", ".join(missing)

@@ -210,7 +210,7 @@ def test_a_column_beside_tokens_is_not_ignored(name, value):
     stage = load("01-single-gpu")
     kept = stage.pack(datasets.Dataset.from_dict(rows), "input_ids", None, 3)
     assert kept.column_names == ["input_ids", "labels"]
-    rows[name] = [[value, 0, 0]] * 9
+    rows[name] = [[value, value, type(value)(0)]] * 9
     with pytest.raises(SystemExit) as stop:
         stage.pack(datasets.Dataset.from_dict(rows), "input_ids", None, 3)
     assert f"column {name} has a number for each token" in str(stop.value.code)

@@ -238,7 +238,7 @@ def test_a_file_without_documents_is_no_part_of_a_stream(ending, tmp_path):
     for number in range(4):
         texts = [] if number == 2 else [f"text {number} {i}" for i in range(40)]
         frame = pandas.DataFrame({"text": texts})
-        path = tmp_path / f"{number}[1]{ending}"
+        path = tmp_path / f"{number}{ending}"
         if ending == ".parquet":
             frame.to_parquet(path)
         elif ending == ".jsonl":

@@ -5,20 +5,22 @@ In conversations only the answers are trained on: the labels of all other tokens
     python prepare.py -m Qwen/Qwen3-0.6B -d tatsu-lab/alpaca -o data/alpaca
     python 01-single-gpu/train-llm.py -m Qwen/Qwen3-0.6B -d data/alpaca -e my-run
 
-The data are on the hub, or in files: .jsonl, .json, .csv, .parquet or .txt, each also with .gz. A
-folder with an index.json is read as MDS, if mosaicml-streaming is installed.
+The data are on the hub, or in files: .jsonl, .json, .csv, .parquet or .txt, each also with .gz or
+.zst. A folder of `Dataset.save_to_disk` is read too, and one of MDS, or with folders of MDS for
+its splits, if mosaicml-streaming is installed.
 """
 
 import argparse
 import csv
+import fcntl
 import gzip
 import io
 import json
 import os
 import re
 import shlex
+import shutil
 import sys
-import tempfile
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
@@ -53,6 +55,8 @@ ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "ass
 HELD_OUT = ("validation", "valid", "val", "eval", "dev", "test")
 # Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
 PIECE_LENGTH = 10_000
+# Files that `datasets` and the hub leave beside the data.
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
 # A chat template is a program that turns the messages of a conversation into a text. This one is
 # for tokenizers that have none: headings as in Alpaca, the end-of-text token after each answer.
 CHAT_TEMPLATE = """
@@ -70,13 +74,45 @@ CHAT_TEMPLATE = """
 
 def main(args):
     out = Path(args.out)
+    temporary = lock_out(out)
+    try:
+        prepare(args, out, temporary)
+    finally:
+        shutil.rmtree(temporary)
+    command = ["python", "01-single-gpu/train-llm.py", "-m", args.model_name, "-d", str(out)]
+    print(f"to train: {shlex.join(command)} -e my-run")
+
+
+def lock_out(out):
+    """Returns the folder in which the rows are written until all are there, locked and empty.
+
+    The system releases the lock when the process ends, also after kill -9. What such a process has
+    left is removed here."""
     if out.exists():
         fail(f"-o {out}: this exists already")
+    temporary = out.with_name(f".prepare-{out.name}")
+    temporary.mkdir(parents=True, exist_ok=True)
+    lock = os.open(temporary / "lock", os.O_RDWR | os.O_CREAT)  # it stays open
+    try:
+        # Unlike that of `flock`, this lock is not passed on to the processes that tokenize.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        fail(f"-o {out}: another prepare.py is writing this; wait for it, or choose another folder")
+    shutil.rmtree(temporary / out.name, ignore_errors=True)
+    return temporary
+
+
+def prepare(args, out, temporary):
+    """Writes the rows and the tokenizer to a folder in `temporary`, and renames it to `out`."""
     tokenizer = load_tokenizer(args.model_name)
     args.seq_length = args.seq_length or min(1024, tokenizer.model_max_length)
     splits = load_splits(args.dataset_name, args.dataset_subset)
     first = next(chain.from_iterable(map(read_rows, splits["train"])), {})
     columns = choose_columns(list(first), args.text_column)
+    has_prompts = columns in CHAT_COLUMNS and not args.train_on_prompt
+    if has_prompts and not tokenizer.is_fast:
+        problem = "its tokenizer has no tokenizer.json and cannot say which tokens are the answers"
+        fail(f"-m {args.model_name}: {problem}; choose another model, or give --train-on-prompt")
     # A prompt and a completion that are not lists of messages are joined, without a template.
     are_texts = "completion" in columns and not isinstance(first["completion"], list)
     eos_token, suffix = tokenizer.eos_token, None
@@ -85,17 +121,13 @@ def main(args):
     work = partial(tokenize, tokenizer, columns, suffix, args.train_on_prompt)
 
     # The folder gets its name when all is written.
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".prepare-", dir=out.parent) as temporary:
-        folder = Path(temporary, out.name)
-        folder.mkdir()
-        for name, sources in splits.items():
-            write_rows(folder / f"{name}.parquet", sources, columns, work, tokenizer, args)
-        tokenizer.eos_token = eos_token  # the trained model stops generating at this token
-        tokenizer.save_pretrained(folder / "tokenizer")
-        folder.rename(out)
-    command = ["python", "01-single-gpu/train-llm.py", "-m", args.model_name, "-d", str(out)]
-    print(f"to train: {shlex.join(command)} -e my-run")
+    folder = temporary / out.name
+    folder.mkdir()
+    for name, sources in splits.items():
+        write_rows(folder / f"{name}.parquet", sources, columns, work, tokenizer, args)
+    tokenizer.eos_token = eos_token  # the trained model stops generating at this token
+    tokenizer.save_pretrained(folder / "tokenizer")
+    folder.rename(out)
 
 
 def fail(message):
@@ -118,14 +150,27 @@ def load_tokenizer(name):
 def load_splits(name, subset):
     """Returns the sources of the split train, and of validation if there is one, by name."""
     path = Path(name)
-    if (path / "index.json").exists():
+    if subset and path.exists():
+        advice = f"{name} is not one: leave the flag out, or give the files of one"
+        fail(f"--dataset-subset {subset}: is for a data set on the hub, {advice}")
+    # An MDS folder, or folders of MDS, which are splits.
+    folders = [path] if (path / "index.json").exists() else []
+    folders = folders or sorted({file.parent for file in path.glob("*/*.mds*")})
+    if folders:
         try:
             from streaming import LocalDataset
         except ImportError:
             # Its package asks for transformers 4, but this part of it works with 5.
             command = "pip install mosaicml-streaming && pip install -U transformers"
             fail(f"-d {name}: to read an MDS folder: {command}")
-        splits = {"train": [LocalDataset(name)]}
+        splits = {}
+        for folder in folders:
+            key = "train" if folder == path else folder.name
+            splits[key] = [LocalDataset(str(folder))]
+    elif (path / "dataset_dict.json").exists():
+        splits = {key: [rows] for key, rows in datasets.load_from_disk(name).items()}
+    elif (path / "state.json").exists():
+        splits = {"train": [datasets.load_from_disk(name)]}
     elif path.exists():
         splits = find_files(path)
     else:
@@ -156,7 +201,7 @@ def find_files(path):
         parts = file.relative_to(path).parts
         is_hidden = any(part.startswith(".") for part in parts)
         is_folder = file.is_dir() and not file.is_symlink()  # `rglob` does not follow links
-        if is_folder or is_hidden:
+        if is_folder or is_hidden or file.name in DESCRIPTIONS:
             continue
         if ending_of(file) not in READERS:
             unread.append(file.name)
@@ -177,25 +222,32 @@ def find_files(path):
 
 
 def ending_of(file):
-    """The ending of a file's name, such as .csv, also if .gz follows."""
-    return Path(file.name.removesuffix(".gz")).suffix
+    """The ending of a file's name, such as .csv, also if .gz or .zst follows."""
+    return Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def read_rows(source, bar=None):
     """Yields the documents of a source, dicts. A progress bar counts bytes of files, or documents.
 
-    The values are those that stand in the file: nothing guesses their types."""
+    The values are those that stand in the file: nothing guesses their types. But Parquet and
+    `datasets` give all objects of a column the same keys, for example the arguments of all tools to
+    each call of a tool. Those that were not there have the value None, and are removed again. A
+    null that was written there on purpose looks the same, and is removed too."""
     if bar is None:
         bar = tqdm(disable=True)
     if not isinstance(source, Path):
         for row in source:
-            yield row
+            yield without_nulls(row) if isinstance(source, datasets.Dataset) else row
             bar.update()
         return
     number = position = 0
     try:
         with source.open("rb") as file:
-            content = gzip.GzipFile(fileobj=file) if source.suffix == ".gz" else file
+            content = file
+            if source.suffix == ".gz":
+                content = gzip.GzipFile(fileobj=file)
+            elif source.suffix == ".zst":
+                content = pa.input_stream(file, compression="zstd")
             for row in READERS[ending_of(source)](content):
                 yield row
                 number += 1
@@ -228,9 +280,9 @@ class Decimal(float):
 def read_json(file):
     """A list of objects, or an object in each line."""
     numbers = {"parse_int": Integer, "parse_float": Decimal}
+    file = io.BufferedReader(file)
+    is_list = file.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     text = io.TextIOWrapper(file, "utf-8-sig")
-    is_list = text.read(100).lstrip().startswith("[")
-    text.seek(0)
     if is_list:
         rows = json.load(text, **numbers)
     else:
@@ -254,7 +306,18 @@ def read_csv(file):
 
 def read_parquet(file):
     for batch in pq.ParquetFile(file).iter_batches(1000):
-        yield from batch.to_pylist()
+        yield from map(without_nulls, batch.to_pylist())
+
+
+def without_nulls(row):
+    """A row without the keys whose value is None, but for those of the row itself."""
+
+    def clean(value):
+        if isinstance(value, dict):
+            return {key: clean(v) for key, v in value.items() if v is not None}
+        return [clean(v) for v in value] if isinstance(value, list) else value
+
+    return {name: clean(value) for name, value in row.items()}
 
 
 READERS = {
@@ -268,6 +331,8 @@ READERS = {
 
 def choose_columns(names, text_column):
     """Returns the columns to train on: a column of text, or one of `CHAT_COLUMNS`."""
+    if "input_ids" in names and not text_column:
+        fail("the column input_ids has tokens already: give a script these rows, in Parquet files")
     for columns in [(text_column,)] if text_column else (*CHAT_COLUMNS, ("text",)):
         if set(columns) <= set(names):
             if columns == ("instruction", "output"):
@@ -278,24 +343,28 @@ def choose_columns(names, text_column):
     fail(f"choose one of the columns {', '.join(names)} with --text-column, or call them messages")
 
 
-def read_batches(sources, columns, bar):
-    """Yields lists of (document, is its beginning, is its end), of about a million characters.
+def read_batches(sources, columns, split, bar):
+    """Yields lists of (document, place, is its beginning, is its end).
 
-    A long text is cut into several such documents. A conversation never is: both are True."""
+    A list has about a million characters. A long text is cut into several such documents. A
+    conversation never is: both are True. The place is that of the row, for errors."""
     columns_of_row = (*columns, "input") if "instruction" in columns else columns
     batch, length = [], 0
-    for row in chain.from_iterable(read_rows(source, bar) for source in sources):
-        row = {name: row[name] for name in columns_of_row if name in row}
-        pieces = [(row, True, True)]
-        if len(columns) == 1 and isinstance(row.get(columns[0]), str):
-            text = row[columns[0]]
-            pieces = (({columns[0]: part}, *place) for part, *place in cut_text(text))
-        for piece in pieces:
-            batch.append(piece)
-            length += len(str(piece))
-            if length > 1_000_000:
-                yield batch
-                batch, length = [], 0
+    for source in sources:
+        name = source if isinstance(source, Path) else split
+        for number, row in enumerate(read_rows(source, bar), 1):
+            place = f"{name}: row {number:,}"
+            row = {key: row[key] for key in columns_of_row if key in row}
+            pieces = [(row, place, True, True)]
+            if len(columns) == 1 and isinstance(row.get(columns[0]), str):
+                parts = cut_text(row[columns[0]])
+                pieces = (({columns[0]: part}, place, *ends) for part, *ends in parts)
+            for piece in pieces:
+                batch.append(piece)
+                length += len(str(piece))
+                if length > 1_000_000:
+                    yield batch
+                    batch, length = [], 0
     yield batch
 
 
@@ -344,7 +413,7 @@ class LeftOut(Exception):
 
 
 def tokenize(tokenizer, columns, suffix, train_on_prompt, documents):
-    """Tokenizes a list of (document, is its beginning, is its end).
+    """Tokenizes a list of (document, place, is its beginning, is its end).
 
     `suffix` is added to answers; it is None if documents are texts. Returns token ids and labels,
     (2, N) int32, the positions where documents end in them, and a Counter of documents, and of
@@ -352,7 +421,7 @@ def tokenize(tokenizer, columns, suffix, train_on_prompt, documents):
     has no loss."""
     counts = Counter()
     examples = []
-    for row, is_first, is_last in documents:
+    for row, place, is_first, is_last in documents:
         counts["documents"] += is_first
         try:
             texts = list(examples_of(row, tokenizer, columns, suffix))
@@ -362,7 +431,7 @@ def tokenize(tokenizer, columns, suffix, train_on_prompt, documents):
         except jinja2.TemplateError as error:
             counts[f"left out, the chat template says: {error}"] += 1
         except Exception as error:
-            fail(f"a row cannot be read: {error!r}: {row!r:.300}")
+            fail(f"{place} cannot be read: {error!r}: {row!r:.300}")
     if not examples:
         return np.empty((2, 0), np.int32), [], counts
 
@@ -377,8 +446,9 @@ def tokenize(tokenizer, columns, suffix, train_on_prompt, documents):
     parts, ends, length = [], [], 0
     for i, (_, answers, is_first, is_last) in enumerate(examples):
         ids = labels = tokens["input_ids"][i]
-        before = before_labels = bos if is_first else []
-        after = eos if is_last else []
+        # A text that has these special tokens already does not get them twice.
+        before = before_labels = bos if is_first and ids[:1] != bos else []
+        after = eos if is_last and ids[-1:] != eos else []
         if answers and has_prompts:
             labels = mask(ids, tokens["offset_mapping"][i], answers)
             before_labels = [-100] * len(before)
@@ -514,7 +584,8 @@ def write_rows(path, sources, columns, work, tokenizer, args):
     unit = {"unit": "B", "unit_scale": True} if are_files else {"unit": "document"}
 
     with pq.ParquetWriter(path, schema) as writer, tqdm(total=size, desc=path.stem, **unit) as bar:
-        batches = in_processes(work, read_batches(sources, columns, bar), args.num_proc)
+        documents = read_batches(sources, columns, path.stem, bar)
+        batches = in_processes(work, documents, args.num_proc)
         for rows in cut_rows(batches, tokenizer, args, counts):
             has_target = (rows[1, :, 1:] != -100).any(axis=1)  # nothing predicts the first token
             counts["left out: rows without a token to learn"] += int((~has_target).sum())

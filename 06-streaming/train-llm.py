@@ -84,6 +84,9 @@ FORMATS = {
 HELD_OUT = ("validation", "valid", "val", "eval", "dev", "test")
 # Columns of conversations, which prepare.py turns into rows of tokens.
 CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
+# What rows of tokens may have beside a mask of the loss, which has to be in the labels.
+TOKEN_COLUMNS = {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"}
+TOKEN_COLUMNS |= {"special_tokens_mask"}
 # Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
 PIECE_LENGTH = 10_000
 # Gradients are compressed in chunks of this many values.
@@ -513,7 +516,9 @@ class Streams:
             self.rows[stream] = np.array(tokens)
             highest = self.rows[stream].max()
             if highest >= self.vocab_size:
-                fail(f"a text has the token {highest}, the model has those below {self.vocab_size}")
+                text = self.tokenizer.decode(tokens)
+                limit = f"the model has those below {self.vocab_size}"
+                fail(f"a text has the token {highest}, {limit}: {text!r:.300}")
         return range(self.count)
 
     def __getitem__(self, indices):
@@ -882,6 +887,10 @@ def load_data(args, config, tokenizer):
     if any(name in config.model_type for name in ("roberta", "camembert", "data2vec", "xmod")):
         longest -= config.pad_token_id + 1
     seq_length = args.seq_length or min(1024, longest)
+    is_local = args.dataset_name in ("python-docs", "dummy") or Path(args.dataset_name).exists()
+    if args.dataset_subset and is_local:
+        advice = f"{args.dataset_name} is not one: leave the flag out, or give the files of one"
+        fail(f"--dataset-subset {args.dataset_subset}: is for a data set on the hub, {advice}")
     if args.dataset_name == "python-docs":
         datasets.disable_progress_bars()  # this takes only a second
         # Each paragraph is a document: the texts are few, and some are very long.
@@ -935,18 +944,26 @@ def load_files(path):
         parts = file.relative_to(path).parts
         is_hidden = any(part.startswith(".") for part in parts)
         is_folder = file.is_dir() and not file.is_symlink()  # `rglob` does not follow links
-        if is_folder or is_hidden or parts[:1] == ("tokenizer",):
+        is_data = parts[:1] != ("tokenizer",) and file.name != "dataset_infos.json"
+        if is_folder or is_hidden or not is_data:
             continue
+        if file.suffix in (".arrow", ".mds", ".zst"):
+            fail(f"--dataset-name {path}: files such as {file.name} are read by prepare.py only")
         ending = Path(file.name.removesuffix(".gz")).suffix
         if ending not in FORMATS:
             unread.append(file.name)
+            continue
+        # Files without documents. The first line of a .csv file has the names of its columns.
+        is_small = file.stat().st_size < 10_000
+        first = 1 if file.suffix == ".csv" else 0
+        if is_small and ending != ".parquet" and not file.read_bytes().splitlines()[first:]:
             continue
         formats.add(FORMATS[ending])
         split = "train"
         for part in parts:
             if match := re.match(pattern, part.lower()):
                 split = match[0]
-        splits.setdefault(split, []).append(glob.escape(str(file)))
+        splits.setdefault(split, []).append(file)
 
     if len(formats) != 1:
         found = ", ".join(sorted(formats)) or "none of these"
@@ -962,13 +979,22 @@ def load_files(path):
         "text": {"sample_by": "paragraph", "encoding": "utf-8-sig"},
         # By default 007 is a number, None a missing value, and the first column may be an index.
         "csv": {"converters": as_text, "keep_default_na": False, "index_col": False},
+        # By default it is the number of rows in a file, and an error if that is 0.
+        "parquet": {"batch_size": 1000},
     }
-    return {
-        split: datasets.load_dataset(
-            name, data_files=files, split="train", streaming=True, **options.get(name, {})
-        )
-        for split, files in splits.items()
-    }
+    options = {"split": "train", "streaming": True, **options.get(name, {})}
+    streams = {}
+    for split, files in splits.items():
+        names = []
+        for file in files:
+            escaped = glob.escape(str(file))
+            # A stream of a file without documents, which is small, would have nothing to read.
+            is_small = file.stat().st_size < 10_000
+            if is_small and not any(datasets.load_dataset(name, data_files=escaped, **options)):
+                continue
+            names.append(escaped)
+        streams[split] = datasets.load_dataset(name, data_files=names or escaped, **options)
+    return streams
 
 
 def choose_column(args, names):
@@ -999,6 +1025,15 @@ def pack(documents, column, tokenizer, seq_length):
     has no loss, such as one of a prompt or of padding, else the same token."""
     names = documents.column_names
     if column == "input_ids":
+        first_row = next(iter(documents), {"input_ids": []})
+        num_tokens = len(first_row["input_ids"])
+        for name in names:
+            value = first_row.get(name)
+            is_list = isinstance(value, list) and len(value) == num_tokens > 0
+            # Masks have many names, and some of them have ones where others have zeros.
+            if name not in TOKEN_COLUMNS and is_list and isinstance(value[0], int | float):
+                advice = "use it to make labels, with -100 where there is no loss, and remove it"
+                fail(f"column {name} has a number for each token, and would not be used: {advice}")
         if "labels" not in names and "attention_mask" in names:
             has_padding = any(0 in mask for mask in documents["attention_mask"])
             if has_padding:
@@ -1041,7 +1076,10 @@ def tokenize(texts, tokenizer):
     while batch := list(itertools.islice(pieces, 128)):
         tokens = tokenizer([piece for piece, _, _ in batch], add_special_tokens=False)["input_ids"]
         for (_, is_first, is_last), piece_tokens in zip(batch, tokens, strict=True):
-            yield begin * is_first + piece_tokens + end * is_last
+            # A text that has these special tokens already does not get them twice.
+            begin_here = begin * (is_first and piece_tokens[:1] != begin)
+            end_here = end * (is_last and piece_tokens[-1:] != end)
+            yield begin_here + piece_tokens + end_here
 
 
 def cut_text(text):
@@ -1079,7 +1117,7 @@ def check_tokens(data, seq_length, vocab_size, crc):
 
     Otherwise such a token would end it in the middle of the training. Returns the CRC-32 checksum
     of all tokens and labels, continued from `crc`."""
-    for rows in data.with_format("numpy").iter(batch_size=1000):
+    for batch, rows in enumerate(data.with_format("numpy").iter(batch_size=1000)):
         for name, tokens in rows.items():
             if tokens.shape[1:] != (seq_length,):  # of rows of several lengths it is ()
                 lengths = sorted({np.size(row) for row in tokens})
@@ -1088,8 +1126,9 @@ def check_tokens(data, seq_length, vocab_size, crc):
             if name == "labels":
                 is_token |= tokens == -100
             if not is_token.all():
-                wrong = tokens[~is_token][0]
-                fail(f"{name} has the token {wrong}, the model has those below {vocab_size}")
+                row, place = np.argwhere(~is_token)[0]
+                wrong = f"row {1000 * batch + row + 1} has the token {tokens[row, place]}"
+                fail(f"{name}: {wrong}, the model has those below {vocab_size}")
             crc = zlib.crc32(tokens.astype(np.int64), crc)
     return crc
 

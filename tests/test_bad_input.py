@@ -5,6 +5,7 @@ Python, PyTorch, transformers or datasets. Nothing trains silently on something 
 
 import json
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT, SMALL, STAGES, finish, fork, load, run, save_tokenizer
@@ -46,9 +47,13 @@ OURS = {
     "-d chat.jsonl": "no column is called text: choose one of messages with --text-column; to ",
     "-d ids.jsonl -s 32": "--seq-length 32: the rows of input_ids have [20] tokens",
     "-d ragged.jsonl": "--seq-length 20: the rows of input_ids have [20, 21] tokens",
-    "-d beyond.jsonl": "input_ids has the token 384, the model has those below 384",
+    "-d beyond.jsonl": "input_ids: row 100 has the token 384, the model has those below 384",
     "-d padded.jsonl": "attention_mask has zeros, for padding: give labels, with -100 there",
-    "-d labels.jsonl": "labels has the token -1, the model has those below 384",
+    "-d labels.jsonl": "labels: row 1 has the token -1, the model has those below 384",
+    "-d masked.jsonl": "column loss_mask has a number for each token, and would not be used: use ",
+    "--dataset-subset en": "--dataset-subset en: is for a data set on the hub, python-docs is not",
+    "-d other.jsonl --dataset-subset en": "--dataset-subset en: is for a data set on the hub, oth",
+    "-d saved": "--dataset-name saved: files such as data-00000-of-00001.arrow are read by prepare",
     "-m other-weights": "--model-name other-weights: it lacks weights for ",
     "-m gpt1": "--model-name gpt1: it has no model*.safetensors and no pytorch_model*.bin; for ",
     "-m nobody/nothing": "--model-name nobody/nothing: AutoConfig cannot load it: OSError: ",
@@ -68,7 +73,14 @@ THEIRS = {
     "-e a --save-dir a-file": "a-file/a",
 }
 # The slow tests try all of them, the quick ones these and those that need no model and no data.
-QUICK = ("-d chat.jsonl", "-d padded.jsonl", "-d mixed", "-d missing.txt", "-m other-weights")
+QUICK = (
+    "-d chat.jsonl",
+    "-d padded.jsonl",
+    "-d masked.jsonl",
+    "-d mixed",
+    "-d missing.txt",
+    "-m other-weights",
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +104,14 @@ def inputs(tmp_path_factory):
         "ragged": [{"input_ids": [1] * (20 + i // 99)} for i in range(100)],
         "beyond": [{"input_ids": [1] * 19 + [383 + i // 99]} for i in range(100)],
         "padded": [{"input_ids": [1] * 20, "attention_mask": [1] * 19 + [0]}] * 100,
+        # Made by another tool, whose name for it nobody can know.
+        "masked": [{"input_ids": [1] * 20, "length": 20, "loss_mask": [0] * 9 + [1] * 11}] * 100,
         "labels": [{"input_ids": [1] * 20, "labels": [-1] * 20}] * 100,
     }
     for name, lines in rows.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
+    datasets.Dataset.from_dict({"text": ["x"] * 99}).save_to_disk(folder / "saved")
     gpt2 = GPT2Config(vocab_size=384, n_embd=32, n_layer=1, n_head=2, n_positions=64, **ENDS)
     gpt2.save_pretrained(folder / "gpt2-of-64")
     gpt1 = OpenAIGPTConfig(vocab_size=384, n_embd=32, n_layer=1, n_head=2, n_positions=256)
@@ -184,6 +199,22 @@ def test_stage_01_refuses_several_processes():
     assert result.returncode != 0
     said = "this stage runs in one process: for several, start 02-ddp"
     assert result.errors == [f"train-llm.py: error: {said}"]
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True])
+@pytest.mark.parametrize("name", ["assistant_masks", "completion_mask", "prompt_mask", "weights"])
+def test_a_column_beside_tokens_is_not_ignored(name, value):
+    """Whatever its name is: it may say which tokens have no loss. Also if there are labels."""
+    rows = {"input_ids": [[1, 2, 3]] * 9, "labels": [[1, 2, 3]] * 9, "length": [3] * 9}
+    rows |= {"attention_mask": [[1, 1, 1]] * 9, "position_ids": [[0, 1, 2]] * 9}
+    rows |= {"words": [["a", "b", "c"]] * 9, "documents": [[1, 2]] * 9}
+    stage = load("01-single-gpu")
+    kept = stage.pack(datasets.Dataset.from_dict(rows), "input_ids", None, 3)
+    assert kept.column_names == ["input_ids", "labels"]
+    rows[name] = [[value, value, type(value)(0)]] * 9
+    with pytest.raises(SystemExit) as stop:
+        stage.pack(datasets.Dataset.from_dict(rows), "input_ids", None, 3)
+    assert f"column {name} has a number for each token" in str(stop.value.code)
 
 
 def test_padding_with_labels_is_taken(tmp_path):

@@ -24,6 +24,7 @@ from conftest import (
     run,
 )
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -468,6 +469,50 @@ def test_a_tokenizer_without_eos_joins_documents_bare(stage_01):
     tokenizer.eos_token = None
     [row] = stage_01.join_and_cut(["ab", None, "c"], tokenizer, 3)
     assert tokenizer.decode(row["input_ids"]) == "abc"
+
+
+def test_a_text_that_has_its_special_tokens_does_not_get_them_twice(stage_01):
+    """Such texts are written by tools that have applied a template. Llama's tokenizer, for example,
+    begins each text with a token."""
+    tokenizer = stage_01.load_tokenizer("tiny", "")
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.bos_token_id
+    processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    texts = ["ab", "<s>ab", "ab<|endoftext|>", "<s>ab<|endoftext|>", "a<s>b"]
+    written = [tokenizer.decode(tokens) for tokens in stage_01.tokenize(texts, tokenizer)]
+    assert written == ["<s>ab<|endoftext|>"] * 4 + ["<s>a<s>b<|endoftext|>"]
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".csv", ".jsonl", ".txt", ".head.csv"])
+def test_files_without_documents_are_read_over(stage_01, ending, tmp_path):
+    """As tools leave them that write a file for each of their workers."""
+    frame = pandas.DataFrame({"text": ["some text " * 9] * 99})
+    for name, part in (("a", frame[:0]), ("b", frame), ("c", frame[:0])):
+        path = tmp_path / f"{name}{ending}"
+        if ending == ".parquet":
+            part.to_parquet(path)
+        elif ending == ".head.csv":
+            part.to_csv(path, index=False)
+        elif part.empty:
+            path.touch()
+        elif ending == ".csv":
+            part.to_csv(path, index=False)
+        elif ending == ".txt":
+            path.write_text("some text " * 999)
+        else:
+            part.to_json(path, orient="records", lines=True)
+    train, _ = read(stage_01, tmp_path)
+    text = "some text " * 999 if ending == ".txt" else "some text " * 9
+    assert train[0]["input_ids"].tolist() == packed([text] * 9, 64)[0]
+
+
+def test_a_description_of_the_data_is_no_data(stage_01, tmp_path):
+    """Older data sets have a dataset_infos.json."""
+    (tmp_path / "dataset_infos.json").write_text('{"default": {"features": {}}}')
+    pandas.DataFrame({"text": ["some text"] * 99}).to_parquet(tmp_path / "d.parquet")
+    train, _ = read(stage_01, tmp_path)
+    assert train[0]["input_ids"].tolist() == packed(["some text"] * 99, 64)[0]
 
 
 def test_values_of_csv_are_those_of_the_file(stage_01, tmp_path):

@@ -4,11 +4,15 @@ import csv
 import gzip
 import importlib.util
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
+import types
 
+import datasets
 import numpy as np
 import pandas
 import pyarrow.parquet
@@ -60,7 +64,7 @@ def tokenizer(prepare):
 def tokenized(prepare, tokenizer, columns, *rows, end=""):
     """What prepare.py makes of rows: ids, labels, the ends of documents, counts."""
     is_text = columns == ("text",) or isinstance(rows[0].get("completion"), str)
-    documents = [(row, True, True) for row in rows]
+    documents = [(row, f"row {number}", True, True) for number, row in enumerate(rows, 1)]
     arguments = (tokenizer, columns, None if is_text else end, False, documents)
     (ids, labels), ends, counts = prepare.tokenize(*arguments)
     return ids, labels, ends, counts
@@ -192,6 +196,51 @@ def test_the_calls_of_tools_keep_their_numbers(prepare, tokenizer, tmp_path):
     [(text, trained_on)] = tokens_of(prepare, tokenizer, ("messages",), row["messages"])
     assert text.startswith("<|im_start|>user\n7<|im_end|>")
     assert trained_on == '[{"arguments": {"a": 4, "b": 0.5, "c": "4"}}]<|im_end|>\n'
+
+
+# Arguments of calls, as they were written, and as the template should see them.
+ARGUMENTS = [{"city": "Rome"}, {"a": 4, "many": [{"x": 1}, {"y": [None, 2]}]}, {}, {"b": 0.5}]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets", "jsonl"])
+def test_calls_have_the_arguments_that_they_were_written_with(kind, prepare, tokenizer, tmp_path):
+    """Parquet gives the arguments of all tools to each call, with nulls. In a line of JSON nobody
+    adds a null: there it is a value."""
+    arguments = [*ARGUMENTS, {"city": None}] if kind == "jsonl" else ARGUMENTS
+    rows = []
+    for argument in arguments:
+        call = {"type": "function", "function": {"name": "f", "arguments": argument}}
+        answer = {"role": "assistant", "tool_calls": [call]}
+        rows.append({"messages": [{"role": "user", "content": "q"}, answer]})
+    if kind == "parquet":
+        source = tmp_path / "d.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    elif kind == "datasets":
+        # From the table: `from_list` may keep objects as they are.
+        source = datasets.Dataset(pyarrow.Table.from_pylist(rows))
+    else:
+        source = write_lines(tmp_path / "d.jsonl", rows)
+    calls = 'message.content + (message.tool_calls | tojson if message.tool_calls else "")'
+    tokenizer.chat_template = CHATML.replace("message.content", calls)
+    written = []
+    for row in prepare.read_rows(source):
+        [(_, trained_on)] = tokens_of(prepare, tokenizer, ("messages",), row["messages"])
+        [call] = json.loads(trained_on.removesuffix("<|im_end|>\n"))
+        written.append(call["function"]["arguments"])
+    assert written == arguments
+
+
+def test_a_text_that_has_its_special_tokens_does_not_get_them_twice(prepare, tokenizer):
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    special_tokens = [("<s>", tokenizer.bos_token_id)]
+    begin = TemplateProcessing(single="<s> $A", special_tokens=special_tokens)
+    tokenizer.backend_tokenizer.post_processor = begin
+    for text in ("ab", "<s>ab", f"ab{END}", f"<s>ab{END}"):
+        [(whole, trained_on)] = tokens_of(prepare, tokenizer, ("text",), text)
+        assert whole == trained_on == f"<s>ab{END}"
+        prompt, answer = text[: text.index("b")], text[text.index("b") :]
+        examples = tokens_of(prepare, tokenizer, ("prompt", "completion"), prompt, answer)
+        assert examples == [(f"<s>ab{END}", f"b{END}")]
 
 
 def test_a_template_that_does_not_end_answers(prepare, tokenizer, capsys):
@@ -493,7 +542,8 @@ def test_a_killed_run_leaves_no_folder_that_looks_complete(tmp_path):
     path = tmp_path / "d.txt"
     path.write_text("some text\n" * 5_000_000)
     command = [sys.executable, ROOT / "prepare.py", "-m", "tiny", "-d", path, "-o", "out"]
-    how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command += ["--num-proc", 2]  # these processes live on
+    how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     process = subprocess.Popen([*map(str, command)], cwd=tmp_path, env=environment(), **how)
     deadline = time.monotonic() + 600
     while not any(file.stat().st_size > 99 for file in tmp_path.glob(".prepare-*/out/*.parquet")):
@@ -503,6 +553,80 @@ def test_a_killed_run_leaves_no_folder_that_looks_complete(tmp_path):
     process.kill()
     process.wait()
     assert not (tmp_path / "out").exists()
+    # What it has left is in nobody's way, and goes with the next start.
+    path.write_text("some text\n" * 500)
+    call(path, tmp_path / "out")
+    os.killpg(process.pid, signal.SIGKILL)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["d.txt", "out"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl.zst", ".json.zst", ".txt.zst", ".csv.zst"])
+def test_files_with_zst(made, ending, tmp_path):
+    plain = {
+        ".jsonl.zst": "".join(json.dumps({"text": text}) + "\n" for text in TEXT),
+        ".json.zst": "\ufeff" + json.dumps([{"text": text} for text in TEXT]),
+        ".txt.zst": END.join(TEXT),
+        ".csv.zst": "text\n" + "\n".join(TEXT),
+    }[ending]
+    path = tmp_path / f"d{ending}"
+    path.write_bytes(pyarrow.compress(plain.encode(), codec="zstd", asbytes=True))
+    text, _ = made(path, tmp_path / "out")
+    assert text.startswith(END.join(TEXT[:150]))
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".csv", ".jsonl"])
+def test_files_without_documents_are_read_over(made, ending, tmp_path):
+    (tmp_path / "d").mkdir()
+    for name, texts in (("a", []), ("b", TEXT), ("c", [])):
+        path, frame = tmp_path / "d" / f"{name}{ending}", pandas.DataFrame({"text": texts})
+        if ending == ".parquet":
+            frame.to_parquet(path)
+        elif not texts:
+            path.touch()
+        elif ending == ".csv":
+            frame.to_csv(path, index=False)
+        else:
+            frame.to_json(path, orient="records", lines=True)
+    text, _ = made(tmp_path / "d", tmp_path / "out")
+    assert text.startswith(END.join(TEXT[:150]))
+
+
+@pytest.mark.parametrize("has_splits", [True, False])
+def test_a_folder_of_save_to_disk(made, has_splits, tmp_path):
+    rows = datasets.Dataset.from_dict({"text": TEXT})
+    if has_splits:
+        rows = datasets.DatasetDict(train=rows, test=rows.select(range(50)))
+    rows.save_to_disk(tmp_path / "d")
+    text, said = made(tmp_path / "d", tmp_path / "out")
+    assert text.startswith(END.join(TEXT[:150]))
+    assert ("validation: 50 documents" in said) == has_splits
+
+
+def test_a_description_of_the_data_is_no_data(made, tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "dataset_infos.json").write_text('{"default": {"features": {}}}')
+    write_lines(tmp_path / "d" / "e.jsonl", [{"text": text} for text in TEXT])
+    text, _ = made(tmp_path / "d", tmp_path / "out")
+    assert text.startswith(END.join(TEXT[:150]))
+
+
+def test_folders_of_mds_that_are_splits(prepare, monkeypatch, tmp_path):
+    """Read by its package, or one line says how to install it."""
+    for name in ("train", "val"):
+        (tmp_path / "d" / name).mkdir(parents=True)
+        (tmp_path / "d" / name / "index.json").write_text('{"shards": [], "version": 2}')
+        (tmp_path / "d" / name / "shard.00000.mds").touch()
+    monkeypatch.setitem(sys.modules, "streaming", None)
+    with pytest.raises(SystemExit) as stop:
+        prepare.load_splits(str(tmp_path / "d"), None)
+    assert "to read an MDS folder: pip install mosaicml-streaming" in str(stop.value.code)
+    package = types.SimpleNamespace(LocalDataset=lambda path: f"MDS of {path}")
+    monkeypatch.setitem(sys.modules, "streaming", package)
+    splits = prepare.load_splits(str(tmp_path / "d"), None)
+    assert splits == {
+        "train": [f"MDS of {tmp_path / 'd' / 'train'}"],
+        "validation": [f"MDS of {tmp_path / 'd' / 'val'}"],
+    }
 
 
 def test_a_folder_of_mds(made, tmp_path):
@@ -536,14 +660,16 @@ def test_splits_of_chats_on_the_hub(made, tmp_path):
     ("row", "flags", "problem"),
     [
         ({"title": "a", "body": "b"}, (), "choose one of the columns title, body with --text-col"),
-        ({"messages": [{"who": "user"}]}, (), "a row cannot be read: KeyError('role')"),
-        ({"prompt": "a", "completion": {}}, (), "a row cannot be read: TypeError("),
+        ({"messages": [{"who": "user"}]}, (), "{path}: row 1 cannot be read: KeyError('role')"),
+        ({"prompt": "a", "completion": {}}, (), "{path}: row 1 cannot be read: TypeError("),
         (
             {"messages": [{"role": "user", "content": "x"}]},
             (),
             "train: this does not fill a row of 256 tokens (-s)",
         ),
-        ({"text": "a \ud83d"}, (), "a row cannot be read: UnicodeEncodeError("),
+        ({"text": "a \ud83d"}, (), "{path}: row 1 cannot be read: UnicodeEncodeError("),
+        ({"text": "a"}, ("--dataset-subset", "en"), "--dataset-subset en: is for a data set on"),
+        ({"input_ids": [1], "text": "a"}, (), "the column input_ids has tokens already: give a "),
         ({"text": "a"}, ("-o", "."), "-o .: this exists already"),
     ],
 )
@@ -554,7 +680,47 @@ def test_one_line_says_what_is_wrong(row, flags, problem, prepare, tmp_path, mon
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit) as stop:
         prepare.main(prepare.parse_args())
-    assert str(stop.value.code).startswith(f"prepare.py: error: {problem}")
+    assert str(stop.value.code).startswith(f"prepare.py: error: {problem.format(path=path)}")
+
+
+@pytest.mark.law5
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_row_that_cannot_be_read_is_named_with_its_file(num_proc, tmp_path):
+    """Also the last one of many, in the second of two files."""
+    (tmp_path / "d").mkdir()
+    write_lines(tmp_path / "d" / "a.jsonl", [{"text": text} for text in TEXT])
+    write_lines(tmp_path / "d" / "b.jsonl", [{"text": text} for text in TEXT] + [{"text": ["x"]}])
+    result = call(tmp_path / "d", tmp_path / "out", "--num-proc", num_proc, check=False)
+    line = f"prepare.py: error: {tmp_path / 'd' / 'b.jsonl'}: row 201 cannot be read: TypeError("
+    assert line in result.err and "Traceback" not in result.err
+    assert result.returncode == 1
+
+
+@pytest.mark.law5
+def test_a_second_process_for_the_same_folder_ends_at_once(made, prepare, tmp_path):
+    """And the first one is not disturbed."""
+    path = write_lines(tmp_path / "d.jsonl", [{"text": text} for text in TEXT])
+    temporary = prepare.lock_out(tmp_path / "out")  # it is locked as long as this process lives
+    (temporary / "out").mkdir()
+    result = call(path, tmp_path / "out", check=False)
+    said = f"-o {tmp_path / 'out'}: another prepare.py is writing this; wait for it, or choose"
+    assert result.returncode == 1
+    assert said in result.err and "Traceback" not in result.err
+    assert (temporary / "out").exists()
+    made(path, tmp_path / "other")
+
+
+@pytest.mark.law5
+def test_a_tokenizer_in_python_cannot_mark_answers(made, tmp_path):
+    """That of ByT5 has no tokenizer.json. Texts are all trained on, and can be prepared."""
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "m")
+    alpaca = write_lines(tmp_path / "alpaca.jsonl", ALPACA)
+    with pytest.raises(SystemExit) as stop:
+        made(alpaca, tmp_path / "out", "-m", tmp_path / "m")
+    line = f"prepare.py: error: -m {tmp_path / 'm'}: its tokenizer has no tokenizer.json and cannot"
+    assert str(stop.value.code).startswith(line)
+    made(alpaca, tmp_path / "a", "-m", tmp_path / "m", "--text-column", "text")
+    made(alpaca, tmp_path / "b", "-m", tmp_path / "m", "--train-on-prompt")
 
 
 # From a file of chats to a model.

@@ -221,14 +221,50 @@ def test_a_stream_goes_on_after_any_of_its_documents(ending, num_files, tmp_path
         # A run that stops after so many documents, again and again.
         for interval in (1, 2):
             read, state = [], None
-            for end in range(interval, len(whole) + interval, interval):
+            for count in range(interval, len(whole) + interval, interval):
                 part = streams.documents_of(number)
                 if state:
                     part.load_state_dict(json.loads(json.dumps(state)))
                 for document in itertools.islice(part, interval):
                     read.append(document["text"])
                     state = part.state_dict()
-                assert read == whole[:end], (number, interval)
+                assert read == whole[:count], (number, interval)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".csv", ".csv.gz"])
+def test_a_file_without_documents_is_no_part_of_a_stream(ending, tmp_path):
+    """One of four would be all that one of four streams has."""
+    stage = load(STAGE)
+    for number in range(4):
+        texts = [] if number == 2 else [f"text {number} {i}" for i in range(40)]
+        frame = pandas.DataFrame({"text": texts})
+        path = tmp_path / f"{number}{ending}"
+        if ending == ".parquet":
+            frame.to_parquet(path)
+        elif ending == ".jsonl":
+            frame.to_json(path, orient="records", lines=True)
+        else:
+            frame.to_csv(path, index=False)
+    args = data_args(tmp_path, 32, "text")
+    config, _ = stage.load_config("tiny", False)
+    documents, _ = stage.load_data(args, config, stage.load_tokenizer("tiny", ""))
+    assert documents.num_shards == 3
+    numbers = {int(document["text"].split()[1]) for document in documents}
+    assert numbers == {0, 1, 3}
+
+
+def test_a_token_that_the_model_lacks_is_shown_in_its_text():
+    stage = load(STAGE)
+    tokenizer = stage.load_tokenizer("tiny", "")
+    tokenizer.add_tokens(["<image>"])
+    streams = stage.Streams.__new__(stage.Streams)
+    streams.tokenizer, streams.vocab_size, streams.count = tokenizer, 257, 1
+    streams.positions = {}
+    streams.sequences = {0: iter([(tokenizer("one <image> of them")["input_ids"], None)])}
+    with pytest.raises(SystemExit) as stop:
+        streams.next_batch()
+    assert "a text has the token 257" in str(stop.value.code)
+    assert "'one <image> of them'" in str(stop.value.code)
 
 
 def test_a_long_document_is_tokenized_in_pieces(monkeypatch):

@@ -97,6 +97,8 @@ def main(args):
     dtype = DTYPES[args.dtype]
     if args.cpu_offload and args.dtype == "fp16":
         fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
+    if args.cpu_offload and device.type == "cpu":
+        fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         lock_run_dir(run_dir)

@@ -105,6 +105,8 @@ def main(args):
     dtype = DTYPES[args.dtype]
     if args.dtype == "fp16":
         fail("--dtype fp16: the pipeline stages would need one gradient scale, use bf16 or fp32")
+    if args.cpu_offload and device.type == "cpu":
+        fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         lock_run_dir(run_dir)

@@ -184,7 +184,19 @@ def test_cpu_offload_in_fp16_is_refused():
     """GradScaler copies its scale to the CPU without waiting for the copy: a wrong one would do."""
     result = run("03-fsdp", 2, "--cpu-offload", "--dtype", "fp16", check=False)
     [line] = result.errors
-    assert line.startswith("train-llm.py: error: --cpu-offload: ")
+    assert line.startswith("train-llm.py: error: --cpu-offload: gradients there are not scaled")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cpu_offload_needs_a_gpu():
+    result = run("08-pipeline-parallel", 2, "--cpu-offload", check=False)
+    [line] = result.errors
+    assert line.startswith("train-llm.py: error: --cpu-offload: is for a GPU")
+
+
+def test_a_seed_below_0_is_refused():
+    result = run("01-single-gpu", 1, "--seed", "-1", check=False)
+    assert result.errors == ["train-llm.py: error: --seed -1: must not be below 0"]
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])

@@ -214,3 +214,18 @@ def test_it_works_with_what_the_other_stages_have(tmp_path, processes, more):
 def test_a_shard_size_that_does_not_divide():
     result = run(STAGE, 2, *TWELVE, "--shard-size", 3, check=False)
     assert result.errors == ["train-llm.py: error: --shard-size 3: does not divide 2 processes"]
+
+
+def test_machines_of_different_sizes_need_a_shard_size(tmp_path):
+    """The default is the number of processes of a machine. Here that is 2 for two ranks and 1 for
+    the third, as with 8, 8 and 4 GPUs: without the comparison each would build another mesh."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if 'RANK' in os.environ:\n"
+        "    os.environ['LOCAL_WORLD_SIZE'] = '1' if os.environ['RANK'] == '2' else '2'\n"
+    )
+    flags = (STAGE, 3, *SMALL, "--max-steps", "1")
+    result = run(*flags, check=False, PYTHONPATH=str(tmp_path))
+    assert result.returncode != 0
+    assert result.errors == ["train-llm.py: error: shard_size is 2, but 1 on rank 2"]
+    run(*flags, "--shard-size", "3", PYTHONPATH=str(tmp_path))

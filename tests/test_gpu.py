@@ -83,6 +83,15 @@ def test_a_compiled_loss_saves_memory(tmp_path, curve):
     assert compiled < 0.7 * curve(*flags, "--eval-sequences", "1", "--no-compile")[2][name]
 
 
+def test_a_peak_is_that_of_the_steps_since_the_last_line(curve):
+    """Not that of the first step, in which AdamW's moments are made, or of loading."""
+    flags = ("-s", "256", "-b", "2", "--global-batch-size", "2", "--no-compile", "--log-freq", "1")
+    peaks = curve("01-single-gpu", 1, *flags, "--max-steps", "4")
+    name = "memory/peak_allocated_gb"
+    assert peaks[4][name] <= peaks[1][name]
+    assert peaks[4][name] == pytest.approx(peaks[3][name], rel=0.01)
+
+
 def test_activation_checkpointing_saves_memory(curve):
     flags = ("-s", "256", "-b", "16", "--max-steps", "3", "--log-freq", "1")
     plain = curve("01-single-gpu", 1, *flags)[3]["memory/peak_allocated_gb"]

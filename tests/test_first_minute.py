@@ -118,7 +118,7 @@ def test_a_command_of_a_course_of_this_family(tmp_path):
     """Its flags are spelled as users of such courses know them."""
     flags = ("-e", "old", "-d", "dummy", "-m", "tiny", "--save-dir", tmp_path, "--seed", "0")
     flags += ("--num-epochs", "1", "--lr", "3e-5", "-b", "4", "--log-freq", "1", "-s", "64")
-    flags += ("--ckpt-freq", "500", "--device", "cpu", "--dtype", "fp32", "--dataset-subset", "x")
+    flags += ("--ckpt-freq", "500", "--device", "cpu", "--dtype", "fp32")
     flags += ("--comet-project-name", "p", "--comet-workspace", "w", "--max-steps", "1")
     run("01-single-gpu", 1, *flags)
 

@@ -757,8 +757,8 @@ def check_data(args, config, train_data, eval_data):
     config_values = json.loads(config.to_json_string(use_diff=False))
     config_values |= {"_name_or_path": None, "transformers_version": None}
     tokens_crc = 0
-    for data in (train_data, eval_data):
-        tokens_crc = check_tokens(data, args.seq_length, config.vocab_size, tokens_crc)
+    for kind, data in (("training", train_data), ("held-out", eval_data)):
+        tokens_crc = check_tokens(data, kind, args.seq_length, config.vocab_size, tokens_crc)
     return {
         "--seq-length": args.seq_length,
         "--seed": args.seed,
@@ -768,7 +768,7 @@ def check_data(args, config, train_data, eval_data):
     }
 
 
-def check_tokens(data, seq_length, vocab_size, crc):
+def check_tokens(data, kind, seq_length, vocab_size, crc):
     """Ends the run if a sequence has a wrong length or a token that the model does not have.
 
     Otherwise such a token would end it in the middle of the training. Returns the CRC-32 checksum
@@ -783,7 +783,7 @@ def check_tokens(data, seq_length, vocab_size, crc):
                 is_token |= tokens == -100
             if not is_token.all():
                 row, place = np.argwhere(~is_token)[0]
-                wrong = f"row {1000 * batch + row + 1} has the token {tokens[row, place]}"
+                wrong = f"{kind} row {1000 * batch + row + 1} has the token {tokens[row, place]}"
                 fail(f"{name}: {wrong}, the model has those below {vocab_size}")
             crc = zlib.crc32(tokens.astype(np.int64), crc)
     return crc

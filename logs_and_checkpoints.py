@@ -440,7 +440,8 @@ def checkpoint_tensors(model, optimizer):
 
 
 def load_checkpoint(run_dir, model, optimizer, experiment, flags):
-    """Loads the newest checkpoint. Returns its `values`, {"step": 0} if there is none.
+    """Loads the newest checkpoint. Returns its `values`, {"step": 0} if there is none, and adds
+    whether the run has exported its model ("is_exported").
 
     Ends the run if the checkpoint cannot be loaded, or if its `experiment`, a dict, is not the
     same. Other flags may differ, and those that do are printed."""
@@ -488,6 +489,7 @@ def newest_checkpoint(run_dir):
         metadata = dcp.FileSystemReader(folders[0]).read_metadata()
     except Exception as error:  # a file may hold anything
         fail_to_load(folders[0], error)
+    values["is_exported"] = (run_dir / "final_model").exists()
     return folders[0], values, set(metadata.state_dict_metadata)
 
 

@@ -299,7 +299,7 @@ def main(args):
     if run_dir:
         resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
     last_step = resumed["step"]
-    if last_step >= total_steps and (run_dir / "final_model").exists():
+    if last_step >= total_steps and resumed["is_exported"]:
         say(f"{run_dir} is finished: without final_model it would be exported again")
         return
     if resumed.get("scaler"):

@@ -1,13 +1,15 @@
 """Turns documents and conversations into rows of tokens, on which every stage but 06 can train.
 
-In conversations only the answers are trained on: the labels of all other tokens are -100.
+In conversations only the answers are trained on: the labels of all other tokens are -100. Rows of
+tokens from another tool are taken as they are, with the labels that they have.
 
     python prepare.py -m Qwen/Qwen3-0.6B -d tatsu-lab/alpaca -o data/alpaca
     python 01-single-gpu/train-llm.py -m Qwen/Qwen3-0.6B -d data/alpaca -e my-run
 
 The data are on the hub, or in files: .jsonl, .json, .csv, .parquet or .txt, each also with .gz or
-.zst. A folder of `Dataset.save_to_disk` is read too, and one of MDS, or with folders of MDS for
-its splits, if mosaicml-streaming is installed.
+.zst. It also reads a folder of `Dataset.save_to_disk`, and one of MDS, or with folders of MDS for
+its splits, if mosaicml-streaming is installed. Columns are found by their names:
+input_ids, messages, conversations, prompt and completion, instruction and output, or text.
 """
 
 import argparse
@@ -25,8 +27,10 @@ import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
+from pydoc_data.topics import topics
+from typing import NamedTuple
 
 import datasets
 import jinja2
@@ -48,6 +52,9 @@ CHAT_COLUMNS = (
     ("prompt", "completion"),
     ("instruction", "output"),
 )
+# What rows of tokens may have beside a mask of the loss, which has to be in the labels.
+TOKEN_COLUMNS = {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"}
+TOKEN_COLUMNS |= {"special_tokens_mask"}
 # Other names for the roles of chat templates.
 ROLES = {"human": "user", "prompter": "user"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
@@ -86,8 +93,8 @@ def main(args):
 def lock_out(out):
     """Returns the folder in which the rows are written until all are there, locked and empty.
 
-    The system releases the lock when the process ends, also after kill -9. What such a process has
-    left is removed here."""
+    The system releases the lock when the process ends, also after kill -9. Files that such a
+    process has left are removed."""
     if out.exists():
         fail(f"-o {out}: this exists already")
     temporary = out.with_name(f".prepare-{out.name}")
@@ -105,10 +112,15 @@ def lock_out(out):
 def prepare(args, out, temporary):
     """Writes the rows and the tokenizer to a folder in `temporary`, and renames it to `out`."""
     tokenizer = load_tokenizer(args.model_name)
-    args.seq_length = args.seq_length or min(1024, tokenizer.model_max_length)
     splits = load_splits(args.dataset_name, args.dataset_subset)
-    first = next(chain.from_iterable(map(read_rows, splits["train"])), {})
+    first = next(chain.from_iterable(map(read_rows, splits["train"])), None)
+    if first is None:
+        fail(f"-d {args.dataset_name}: there are no documents to train on")
     columns = choose_columns(list(first), args.text_column)
+    args.seq_length = args.seq_length or default_length(first, columns, tokenizer)
+    has_tokens = "input_ids" in columns
+    if has_tokens and args.train_on_prompt:
+        fail("--train-on-prompt: these rows are tokens: give them labels that have the prompts too")
     has_prompts = columns in CHAT_COLUMNS and not args.train_on_prompt
     if has_prompts and not tokenizer.is_fast:
         problem = "its tokenizer has no tokenizer.json and cannot say which tokens are the answers"
@@ -119,6 +131,8 @@ def prepare(args, out, temporary):
     if columns in CHAT_COLUMNS and not are_texts:
         eos_token, suffix = end_of_answer(tokenizer)
     work = partial(tokenize, tokenizer, columns, suffix, args.train_on_prompt)
+    if has_tokens:
+        work = partial(take_tokens, columns, max(tokenizer.get_vocab().values()) + 1)
 
     # The folder gets its name when all is written.
     folder = temporary / out.name
@@ -136,12 +150,29 @@ def fail(message):
 
 
 def load_tokenizer(name):
-    """The tokenizer of a model: a hub id, a folder, or tiny, whose tokens are bytes."""
-    if name != "tiny":
-        return transformers.AutoTokenizer.from_pretrained(name)
+    """The tokenizer of a model: a hub id, a folder, or tiny."""
+    if name == "tiny":
+        return tiny_tokenizer()
+    return transformers.AutoTokenizer.from_pretrained(name)
+
+
+def tiny_tokenizer():
+    """A byte-level BPE of 1,024 tokens, trained on python-docs: the same in every process.
+
+    <|endoftext|> has number 0, and the 256 bytes follow it."""
     tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    return transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
+    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
+    return tokenizer.train_new_from_iterator(topics.values(), vocab_size=1024, show_progress=False)
+
+
+def default_length(row, columns, tokenizer):
+    """The tokens of a row if the first one has tokens already, else 1024 or the model's limit."""
+    tokens = row["input_ids"] if "input_ids" in columns else None
+    if tokens and isinstance(tokens, list):
+        print(f"rows of {len(tokens)} tokens, as the first one has (-s)")
+        return len(tokens)
+    return min(1024, tokenizer.model_max_length)
 
 
 # Reading. A source is a file, or a data set whose items are dicts.
@@ -193,7 +224,7 @@ def find_files(path):
 
     A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
     theirs, as in test-00000-of-00002.parquet. All other files are training data. Hidden files and
-    folders are ignored."""
+    folders are ignored, and the tokenizer in a folder that this program has written."""
     splits, unread = {}, []
     names = "|".join(HELD_OUT)
     pattern = rf"({names})(?=\.|$)|(train|{names})\w*(?=-\d{{5}}-of-\d{{5}})"
@@ -201,7 +232,8 @@ def find_files(path):
         parts = file.relative_to(path).parts
         is_hidden = any(part.startswith(".") for part in parts)
         is_folder = file.is_dir() and not file.is_symlink()  # `rglob` does not follow links
-        if is_folder or is_hidden or file.name in DESCRIPTIONS:
+        is_tokenizer = parts[:1] == ("tokenizer",) and (path / "train.parquet").exists()
+        if is_folder or is_hidden or is_tokenizer or file.name in DESCRIPTIONS:
             continue
         if ending_of(file) not in READERS:
             unread.append(file.name)
@@ -229,15 +261,18 @@ def ending_of(file):
 def read_rows(source, bar=None):
     """Yields the documents of a source, dicts. A progress bar counts bytes of files, or documents.
 
-    The values are those that stand in the file: nothing guesses their types. But Parquet and
+    The values are those that are in the file: nothing guesses their types. But Parquet and
     `datasets` give all objects of a column the same keys, for example the arguments of all tools to
     each call of a tool. Those that were not there have the value None, and are removed again. A
     null that was written there on purpose looks the same, and is removed too."""
     if bar is None:
         bar = tqdm(disable=True)
     if not isinstance(source, Path):
+        if isinstance(source, datasets.Dataset):
+            source = map(without_nulls, source.with_format(None))  # with lists, not with tensors
         for row in source:
-            yield without_nulls(row) if isinstance(source, datasets.Dataset) else row
+            arrays = {name: v.tolist() for name, v in row.items() if isinstance(v, np.ndarray)}
+            yield {**row, **arrays}
             bar.update()
         return
     number = position = 0
@@ -263,11 +298,11 @@ def read_text(file):
     yield {"text": text.read()}
 
 
-class Integer(int):
-    """A number of a .json file. As a text it is what stands there, see `text_of`."""
+class JsonInt(int):
+    """A number in a .json file. As a text it is what is written there, see `text_of`."""
 
 
-class Decimal(float):
+class JsonFloat(float):
     """The same for a number with a point or an exponent: 0.50 keeps all its digits."""
 
     def __init__(self, text):
@@ -279,7 +314,7 @@ class Decimal(float):
 
 def read_json(file):
     """A list of objects, or an object in each line."""
-    numbers = {"parse_int": Integer, "parse_float": Decimal}
+    numbers = {"parse_int": JsonInt, "parse_float": JsonFloat}
     file = io.BufferedReader(file)
     is_list = file.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     text = io.TextIOWrapper(file, "utf-8-sig")
@@ -310,7 +345,7 @@ def read_parquet(file):
 
 
 def without_nulls(row):
-    """A row without the keys whose value is None, but for those of the row itself."""
+    """A row without the keys whose value is None, except for those of the row itself."""
 
     def clean(value):
         if isinstance(value, dict):
@@ -330,10 +365,12 @@ READERS = {
 
 
 def choose_columns(names, text_column):
-    """Returns the columns to train on: a column of text, or one of `CHAT_COLUMNS`."""
-    if "input_ids" in names and not text_column:
-        fail("the column input_ids has tokens already: give a script these rows, in Parquet files")
-    for columns in [(text_column,)] if text_column else (*CHAT_COLUMNS, ("text",)):
+    """Returns the columns to train on: tokens, one of `CHAT_COLUMNS`, or a column of text."""
+    of_tokens = [("input_ids", "labels"), ("input_ids",)]
+    choices = [*of_tokens, *CHAT_COLUMNS, ("text",)]
+    if text_column:
+        choices = of_tokens if text_column == "input_ids" else [(text_column,)]
+    for columns in choices:
         if set(columns) <= set(names):
             if columns == ("instruction", "output"):
                 names = [name for name in names if name != "input"]
@@ -343,23 +380,25 @@ def choose_columns(names, text_column):
     fail(f"choose one of the columns {', '.join(names)} with --text-column, or call them messages")
 
 
-def read_batches(sources, columns, split, bar):
-    """Yields lists of (document, place, is its beginning, is its end).
+class Piece(NamedTuple):
+    """A document, or a part of it if it is a long text."""
 
-    A list has about a million characters. A long text is cut into several such documents. A
-    conversation never is: both are True. The place is that of the row, for errors."""
-    columns_of_row = (*columns, "input") if "instruction" in columns else columns
+    row: dict  # of the columns to train on
+    place: str  # the file and the number of the row, for errors
+    is_first: bool = True  # whether the document begins with this piece
+    is_last: bool = True
+
+
+def read_batches(sources, columns, split, bar):
+    """Yields lists of pieces, each with about a million characters."""
     batch, length = [], 0
     for source in sources:
         name = source if isinstance(source, Path) else split
         for number, row in enumerate(read_rows(source, bar), 1):
             place = f"{name}: row {number:,}"
-            row = {key: row[key] for key in columns_of_row if key in row}
-            pieces = [(row, place, True, True)]
-            if len(columns) == 1 and isinstance(row.get(columns[0]), str):
-                parts = cut_text(row[columns[0]])
-                pieces = (({columns[0]: part}, place, *ends) for part, *ends in parts)
-            for piece in pieces:
+            if "input_ids" in columns:
+                check_other_columns(row, columns, place)
+            for piece in pieces_of(row, columns, place):
                 batch.append(piece)
                 length += len(str(piece))
                 if length > 1_000_000:
@@ -368,14 +407,36 @@ def read_batches(sources, columns, split, bar):
     yield batch
 
 
-def cut_text(text):
-    """Yields pieces of a text, and for each whether the text begins and whether it ends with it."""
+def pieces_of(row, columns, place):
+    """Yields the pieces of a document: several of a long text, one of everything else."""
+    used = (*columns, "input") if "instruction" in columns else columns
+    row = {name: row[name] for name in used if name in row}
+    text = row.get(columns[0])
+    if len(columns) > 1 or not isinstance(text, str):
+        yield Piece(row, place)
+        return
     start = end = 0
     while start == 0 or end < len(text):
         latest = start + 2 * PIECE_LENGTH  # for text without line ends
         end = text.find("\n", start + PIECE_LENGTH, latest) + 1 or latest
-        yield text[start:end], start == 0, end >= len(text)
+        yield Piece({columns[0]: text[start:end]}, place, start == 0, end >= len(text))
         start = end
+
+
+def check_other_columns(row, columns, place):
+    """Ends the program if a row of tokens has a column that says which of them have no loss."""
+    ids = row.get("input_ids")
+    for name, value in row.items():
+        # Masks have many names, and some of them have ones where others have zeros.
+        is_list = isinstance(value, list) and isinstance(ids, list) and len(value) == len(ids) > 0
+        if name not in TOKEN_COLUMNS and is_list and isinstance(value[0], int | float):
+            problem = f"the column {name} has a number for each token, and would not be used"
+            advice = "use it to make labels, with -100 where there is no loss, and remove it"
+            fail(f"{place}: {problem}: {advice}")
+    if "labels" not in columns and row.get("labels") is not None:
+        fail(f"{place}: it has labels, but the first row has none: give them to all rows, or none")
+    if "labels" not in columns and 0 in (row.get("attention_mask") or []):
+        fail(f"{place}: attention_mask has zeros, for padding: give labels, with -100 there")
 
 
 # Tokens and labels.
@@ -412,75 +473,133 @@ class LeftOut(Exception):
     """A document that is not trained on. The message is the reason."""
 
 
-def tokenize(tokenizer, columns, suffix, train_on_prompt, documents):
-    """Tokenizes a list of (document, place, is its beginning, is its end).
+class Example(NamedTuple):
+    """The text of a piece, or one of several texts of a conversation."""
+
+    text: str
+    answers: list | None  # ranges of characters that have a loss, or None: all of them
+    is_first: bool = True  # as in the piece
+    is_last: bool = True
+
+
+def tokenize(tokenizer, columns, suffix, train_on_prompt, pieces):
+    """Tokenizes a list of pieces.
 
     `suffix` is added to answers; it is None if documents are texts. Returns token ids and labels,
     (2, N) int32, the positions where documents end in them, and a Counter of documents, and of
     reasons to leave them out. A label is -100 for a token that is not part of an answer, so that it
     has no loss."""
+    read = partial(examples_of, columns=columns, tokenizer=tokenizer, suffix=suffix)
+    examples, counts = convert(pieces, read)
+    # In a conversation the chat template has written the special tokens.
+    bos, eos = special_ids(tokenizer) if suffix is None else ([], [])
+    parts = []
+    encoded = encode(examples, tokenizer, train_on_prompt)
+    for example, (ids, labels) in zip(examples, encoded, strict=True):
+        # A text that has these special tokens already does not get them twice.
+        before = bos if example.is_first and ids[:1] != bos else []
+        after = eos if example.is_last and ids[-1:] != eos else []
+        # The token that begins a prompt has no loss, like the prompt.
+        before_labels = before if labels[:1] == ids[:1] else [-100] * len(before)
+        parts.append([[*before, *ids, *after], [*before_labels, *labels, *after]])
+    return *join(parts, [example.is_last for example in examples]), counts
+
+
+def take_tokens(columns, vocab_size, pieces):
+    """Does what `tokenize` does, for rows that are tokens already. Nothing is added to them."""
+    parts, counts = convert(pieces, partial(tokens_of, columns=columns, vocab_size=vocab_size))
+    return *join(parts, [True] * len(parts)), counts
+
+
+def convert(pieces, read):
+    """Returns a list of all that `read` yields for the pieces, and a Counter as in `tokenize`."""
     counts = Counter()
-    examples = []
-    for row, place, is_first, is_last in documents:
-        counts["documents"] += is_first
+    results = []
+    for piece in pieces:
+        counts["documents"] += piece.is_first
         try:
-            texts = list(examples_of(row, tokenizer, columns, suffix))
-            examples += [(text, answers, is_first, is_last) for text, answers in texts]
+            results += list(read(piece))
         except LeftOut as reason:
             counts[f"left out: {reason}"] += 1
         except jinja2.TemplateError as error:
             counts[f"left out, the chat template says: {error}"] += 1
         except Exception as error:
-            fail(f"{place} cannot be read: {error!r}: {row!r:.300}")
+            fail(f"{piece.place} cannot be read: {error!r}: {piece.row!r:.300}")
+    return results, counts
+
+
+def join(parts, are_last):
+    """Joins parts, each (2, n). Returns (2, N) int32, and the positions where documents end."""
+    parts = [np.array(part, np.int32) for part in parts]
+    ends = accumulate(part.shape[1] for part in parts)
+    tokens = np.concatenate([np.empty((2, 0), np.int32), *parts], axis=1)
+    return tokens, [end for end, is_last in zip(ends, are_last, strict=True) if is_last]
+
+
+def special_ids(tokenizer):
+    """The tokens before and after each text: two lists, each of one token or of none."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    adds_bos = tokenizer("a")["input_ids"][:1] == [bos]
+    return [bos] if adds_bos else [], [] if eos is None else [eos]
+
+
+def encode(examples, tokenizer, train_on_prompt):
+    """Yields the token ids and the labels of each example, without special tokens around them."""
     if not examples:
-        return np.empty((2, 0), np.int32), [], counts
-
-    # The tokens before and after a text. In a conversation the chat template has written them.
-    bos = eos = []
-    if suffix is None:
-        bos = [t for t in tokenizer("")["input_ids"] if t == tokenizer.bos_token_id]
-        eos = [t for t in [tokenizer.eos_token_id] if t is not None]
-    texts = [text for text, _, _, _ in examples]
-    has_prompts = any(answers for _, answers, _, _ in examples) and not train_on_prompt
-    tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=has_prompts)
-    parts, ends, length = [], [], 0
-    for i, (_, answers, is_first, is_last) in enumerate(examples):
-        ids = labels = tokens["input_ids"][i]
-        # A text that has these special tokens already does not get them twice.
-        before = before_labels = bos if is_first and ids[:1] != bos else []
-        after = eos if is_last and ids[-1:] != eos else []
-        if answers and has_prompts:
-            labels = mask(ids, tokens["offset_mapping"][i], answers)
-            before_labels = [-100] * len(before)
-        ids, labels = [*before, *ids, *after], [*before_labels, *labels, *after]
-        parts.append(np.array([ids, labels], np.int32))
-        length += parts[-1].shape[1]
-        if is_last:
-            ends.append(length)
-    return np.concatenate(parts, axis=1), ends, counts
-
-
-def examples_of(row, tokenizer, columns, suffix):
-    """Yields the texts of a document and, for each, the ranges of characters that are answers.
-
-    Instead of ranges it is None for a text without a prompt: all of it is trained on."""
-    if suffix is not None:
-        yield from conversations_of(*messages_of(row, columns), tokenizer, suffix)
         return
-    *prompts, text = (text_of(row[column]) for column in columns)
+    has_prompts = any(example.answers for example in examples) and not train_on_prompt
+    texts = [example.text for example in examples]
+    tokens = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=has_prompts)
+    for i, example in enumerate(examples):
+        ids = labels = tokens["input_ids"][i]
+        if example.answers and has_prompts:
+            labels = mask(ids, tokens["offset_mapping"][i], example.answers)
+        yield ids, labels
+
+
+def examples_of(piece, columns, tokenizer, suffix):
+    """Yields the examples of a piece: several of a conversation if the template rewrites it."""
+    if suffix is not None:
+        yield from conversations_of(*messages_of(piece.row, columns), tokenizer, suffix)
+        return
+    *prompts, text = (text_of(piece.row[column]) for column in columns)
     if not text:
         raise LeftOut("no text")
     prompt = "".join(prompts)
-    yield prompt + text, [(len(prompt), len(prompt + text))] if prompt else None
+    answers = [(len(prompt), len(prompt + text))] if prompt else None
+    yield Example(prompt + text, answers, piece.is_first, piece.is_last)
+
+
+def tokens_of(piece, columns, vocab_size):
+    """Yields the token ids and labels of a row that is tokens already."""
+    arrays = [np.array(piece.row[name] or [], ndmin=1) for name in columns]
+    ids, labels = arrays[0], arrays[-1]
+    if len(labels) != len(ids):
+        problem = f"it has {len(labels):,} labels for {len(ids):,} input_ids"
+        fail(f"{piece.place}: {problem}: give each token a label, -100 where there is no loss")
+    if len(ids) == 0:
+        raise LeftOut("no tokens")
+
+    for name, numbers in zip(columns, arrays, strict=True):
+        if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+            raise TypeError(f"{name} is not a list of integers")
+        is_right = (numbers >= 0) & (numbers < vocab_size)
+        if name == "labels":
+            is_right |= numbers == -100  # where there is no loss
+        if not is_right.all():
+            problem = f"{name} has {numbers[~is_right][0]}, which is not a token of -m"
+            advice = f"its tokens are 0 to {vocab_size - 1}, and a label without a loss is -100"
+            fail(f"{piece.place}: {problem}: {advice}")
+    yield ids, labels
 
 
 def text_of(value):
     """The text of a value, which may be a number of a .json file, or a list of parts with texts."""
     if isinstance(value, list):
         return "".join(part["text"] for part in value)
-    if isinstance(value, str | Integer | Decimal):
+    if isinstance(value, str | JsonInt | JsonFloat):
         text = str(value)
-        text.encode()  # an error if it has half of a character, as "\\ud83d" in JSON may be
+        text.encode()  # an error if half of a surrogate pair is missing, as in "\\ud83d" in JSON
         return text
     if value is not None:
         raise TypeError(f"this is not a text: {value!r}")
@@ -513,7 +632,7 @@ def clean_messages(messages):
 
 
 def conversations_of(messages, num_given, tokenizer, suffix):
-    """Yields texts of a conversation and, for each, the ranges of characters that are answers.
+    """Yields the examples of a conversation.
 
     The answers are what the assistant says, but not in the first `num_given` messages."""
     for i, message in enumerate(messages):
@@ -534,7 +653,7 @@ def conversations_of(messages, num_given, tokenizer, suffix):
             prompt = render(messages[:i], add_generation_prompt=True)
             longer_text = render(messages[: i + 1]) + suffix
             if not longer_text.startswith(text):
-                yield text, ranges
+                yield Example(text, ranges)
                 ranges = []
             text = longer_text
             # The prompt may end in what this answer does not have, such as <think>.
@@ -548,7 +667,7 @@ def conversations_of(messages, num_given, tokenizer, suffix):
     if not ranges:
         roles = ", ".join(message["role"] for message in messages[:3])
         raise LeftOut(f"no answer of the assistant, but messages of: {roles or 'nobody'}")
-    yield text, ranges
+    yield Example(text, ranges)
 
 
 @cache
@@ -559,14 +678,14 @@ def special_tokens(tokenizer):
 
 
 def mask(ids, offsets, answers):
-    """Labels: the ids of tokens that end in one of `answers`, ranges of characters, and -100 else.
+    """Returns labels: the id of a token that ends in one of the answers, otherwise -100.
 
-    `offsets` are the ranges of the tokens."""
+    `answers` and `offsets` are the ranges of characters of the answers and of the tokens."""
     ends = np.array([end for _, end in offsets])
     is_answer = np.zeros(len(ids), bool)
     for start, end in answers:
         is_answer |= (start < ends) & (ends <= end)
-    return np.where(is_answer, ids, -100)
+    return np.where(is_answer, ids, -100).tolist()
 
 
 # Rows.
@@ -575,7 +694,8 @@ def mask(ids, offsets, answers):
 def write_rows(path, sources, columns, work, tokenizer, args):
     """Writes documents as rows to a Parquet file, and prints what it has read and written.
 
-    A row has `input_ids` and `labels`, lists of `args.seq_length` int32. `work` is `tokenize`."""
+    A row has `input_ids` and `labels`, lists of `args.seq_length` int32. `work` is `tokenize` or
+    `take_tokens`, which turn a batch of pieces into tokens."""
     schema = pa.schema({name: pa.list_(pa.int32()) for name in ("input_ids", "labels")})
     counts = Counter()
     first_row = None

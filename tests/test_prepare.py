@@ -19,6 +19,7 @@ import pyarrow.parquet
 import pytest
 import transformers
 from conftest import ROOT, SMALL, assert_same_curve, environment, finish, metrics, run
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 FEW = (*SMALL[2:], "--max-steps", "4", "--log-freq", "1", "--dtype", "fp32")
@@ -57,15 +58,26 @@ def prepare():
 
 
 @pytest.fixture
-def tokenizer(prepare):
-    return prepare.load_tokenizer("tiny")
+def tokenizer():
+    """Each byte is a token of it, so that tests can tell which tokens a text has."""
+    tokens = [END, *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
+
+
+@pytest.fixture
+def model(tokenizer, tmp_path_factory):
+    """A folder with this tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def tokenized(prepare, tokenizer, columns, *rows, end=""):
     """What prepare.py makes of rows: ids, labels, the ends of documents, counts."""
     is_text = columns == ("text",) or isinstance(rows[0].get("completion"), str)
-    documents = [(row, f"row {number}", True, True) for number, row in enumerate(rows, 1)]
-    arguments = (tokenizer, columns, None if is_text else end, False, documents)
+    pieces = [prepare.Piece(row, f"row {number}") for number, row in enumerate(rows, 1)]
+    arguments = (tokenizer, columns, None if is_text else end, False, pieces)
     (ids, labels), ends, counts = prepare.tokenize(*arguments)
     return ids, labels, ends, counts
 
@@ -81,6 +93,20 @@ def tokens_of(prepare, tokenizer, columns, *values, **more):
         trained_on = [label for label in labels[start:end] if label != -100]
         examples.append((tokenizer.decode(ids[start:end]), tokenizer.decode(trained_on)))
     return examples
+
+
+def test_the_tokenizer_of_tiny(prepare, capfd):
+    """It has all bytes, and longer tokens of Python's documentation. Its training prints nothing:
+    it would do so in each process of a run."""
+    tokenizer = prepare.load_tokenizer("tiny")
+    assert capfd.readouterr() == ("", "")
+    assert (len(tokenizer), tokenizer.model_max_length) == (1024, 256)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (END, 0)
+    assert tokenizer.convert_ids_to_tokens(range(257)) == [END, *sorted(ByteLevel.alphabet())]
+    text = f"The import statement\n\n  größe 😀\0 {END}"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids) > 257 and len(ids) < 30
 
 
 def test_two_strings_are_joined_as_they_are(prepare, tokenizer):
@@ -235,12 +261,42 @@ def test_a_text_that_has_its_special_tokens_does_not_get_them_twice(prepare, tok
     special_tokens = [("<s>", tokenizer.bos_token_id)]
     begin = TemplateProcessing(single="<s> $A", special_tokens=special_tokens)
     tokenizer.backend_tokenizer.post_processor = begin
+    [(whole, _)] = tokens_of(prepare, tokenizer, ("text",), "a<s>b")
+    assert whole == f"<s>a<s>b{END}"
     for text in ("ab", "<s>ab", f"ab{END}", f"<s>ab{END}"):
         [(whole, trained_on)] = tokens_of(prepare, tokenizer, ("text",), text)
         assert whole == trained_on == f"<s>ab{END}"
         prompt, answer = text[: text.index("b")], text[text.index("b") :]
         examples = tokens_of(prepare, tokenizer, ("prompt", "completion"), prompt, answer)
         assert examples == [(f"<s>ab{END}", f"b{END}")]
+
+
+def test_a_tokenizer_may_begin_and_end_texts_with_one_token(prepare, tokenizer):
+    """As that of GPT-2 does with a post-processor of its own."""
+    around = TemplateProcessing(single=f"{END} $A {END}", special_tokens=[(END, 0)])
+    tokenizer.backend_tokenizer.post_processor = around
+    for text in ("ab", f"{END}ab", f"ab{END}", f"{END}ab{END}"):
+        assert tokens_of(prepare, tokenizer, ("text",), text) == [(f"{END}ab{END}",) * 2]
+
+
+def test_a_tokenizer_without_an_end_of_text_joins_documents_bare(prepare, tokenizer):
+    tokenizer.eos_token = None
+    rows = [{"text": "ab"}, {"text": None}, {"text": "c"}]
+    ids, _, ends, _ = tokenized(prepare, tokenizer, ("text",), *rows)
+    assert (tokenizer.decode(ids), ends) == ("abc", [2, 3])
+
+
+def test_the_beginning_and_the_end_of_a_long_text_have_special_tokens(prepare, tokenizer):
+    """And not its pieces."""
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, 0)]
+    )
+    for text in ("a" * 70_000, "ab\n" * 30_000):
+        pieces = list(prepare.pieces_of({"text": text}, ("text",), "row 1"))
+        assert len(pieces) > 3
+        tokens, ends, counts = prepare.tokenize(tokenizer, ("text",), None, False, pieces)
+        assert tokenizer.decode(tokens[0]) == f"{END}{text}{END}"
+        assert (ends, counts) == ([len(text) + 2], {"documents": 1})
 
 
 def test_a_template_that_does_not_end_answers(prepare, tokenizer, capsys):
@@ -352,17 +408,29 @@ def call(data, out, *flags, check=True):
 
 
 @pytest.fixture
-def made(prepare, monkeypatch, capsys):
-    """The same in this process: what is trained on, as text, and what was printed."""
+def written(prepare, model, monkeypatch, capsys):
+    """The same in this process, with bytes as tokens: the rows, and what was printed."""
 
-    def made_of(data, out, *flags):
-        command = ["prepare.py", "-m", "tiny", "-d", data, "-o", out, "-s", 64, *flags]
+    def rows_of(data, out, *flags):
+        command = ["prepare.py", "-m", model, "-d", data, "-o", out, *flags]
         monkeypatch.setattr("sys.argv", [str(word) for word in command])
         prepare.main(prepare.parse_args())
-        rows = pyarrow.parquet.read_table(out / "train.parquet").to_pylist()
+        said = capsys.readouterr().out
+        assert f"to train: python 01-single-gpu/train-llm.py -m {command[2]} -d {out} -e my" in said
+        return pyarrow.parquet.read_table(out / "train.parquet").to_pylist(), said
+
+    return rows_of
+
+
+@pytest.fixture
+def made(written, tokenizer):
+    """The same with rows of 64 tokens: what is trained on, as text, and what was printed."""
+
+    def made_of(data, out, *flags):
+        rows, said = written(data, out, "-s", 64, *flags)
         assert all(len(row["input_ids"]) == len(row["labels"]) == 64 for row in rows)
         labels = [label for row in rows for label in row["labels"] if label != -100]
-        return prepare.load_tokenizer("tiny").decode(labels), capsys.readouterr().out
+        return tokenizer.decode(labels), said
 
     return made_of
 
@@ -383,20 +451,29 @@ def test_alpaca_is_trained_on_its_answers(made, tmp_path):
     assert "100.0% of them trained on" in said
 
 
-@pytest.mark.parametrize("ending", [".csv.gz", ".txt.gz", ".parquet", ".jsonl"])
+ENDINGS = [".csv.gz", ".csv", ".txt.gz", ".txt", ".parquet", ".jsonl", ".jsonl.gz", ".json"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_formats_of_files(made, ending, tmp_path):
+    """A .txt file is one document. Windows writes a mark (BOM) in front of its text."""
     path = tmp_path / f"my.data{ending}"
-    frame = pandas.DataFrame({"text": TEXT})
-    if ending == ".csv.gz":
+    frame = pandas.DataFrame({"title": "x", "content": TEXT})
+    flags = ("--text-column", "content")
+    if ".csv" in ending:
         frame.to_csv(path, index=False)
     elif ending == ".parquet":
         frame.to_parquet(path)
-    elif ending == ".txt.gz":
-        path.write_bytes(gzip.compress(END.join(TEXT).encode()))
+    elif ".json" in ending:
+        frame.to_json(path, orient="records", lines=ending != ".json")
     else:
-        write_lines(path, [{"text": text} for text in TEXT])
-    text, _ = made(path, tmp_path / "out")
-    assert text.startswith(END.join(TEXT[:150]))
+        content = END.join(TEXT).encode("utf-8-sig")
+        path.write_bytes(gzip.compress(content) if ending == ".txt.gz" else content)
+        flags = ()
+    text, said = made(path, tmp_path / "out", *flags)
+    assert (END.join(TEXT) + END).startswith(text)
+    assert len(text) > len(END.join(TEXT)) - 64 - len(END)
+    assert f"train: {1 if '.txt' in ending else 200} documents in 1 file(s)" in said
 
 
 # What `datasets` takes for numbers, truth values, dates and missing values.
@@ -436,7 +513,8 @@ def test_rows_of_alpaca_may_have_an_input_later(made, tmp_path):
 def test_every_file_of_a_folder_is_read_or_named(made, tmp_path):
     """Of all formats, whatever their names are."""
     names = ["the train.txt", "my test notes.txt", "below/a.txt", "part-00000-of-00001.txt"]
-    names += ["b.jsonl", "Val/c.txt", "dev/d.txt", "e.md", ".hidden/f.txt"]
+    names += ["b.jsonl", "Val/c.txt", "dev/d.txt", "e.md", ".hidden/f.txt", "c[1].txt"]
+    names += ["test-00000-of-00001.txt", "LICENSE", "Train.csv"]
     (tmp_path / "real").mkdir()
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "link").symlink_to(tmp_path / "real")
@@ -444,17 +522,36 @@ def test_every_file_of_a_folder_is_read_or_named(made, tmp_path):
         path = tmp_path / "d" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         text = chr(ord("A") + number) * 99
-        path.write_text(json.dumps({"text": text}) if name == "b.jsonl" else text)
+        before = "text\n" if name == "Train.csv" else ""
+        path.write_text(json.dumps({"text": text}) if name == "b.jsonl" else before + text)
     text, said = made(tmp_path / "d", tmp_path / "a")
-    assert set(text.replace(END, "")) == set("ABCDE")
-    assert "not read: e.md, link\n" in said
-    assert "not read: the splits dev\n" in said
-    assert "train: 5 documents in 5 file(s)" in said
+    assert set(text.replace(END, "")) == set("ABCDEJM")
+    assert "not read: LICENSE, e.md, link\n" in said
+    assert "not read: the splits dev, test\n" in said
+    assert "train: 7 documents in 7 file(s)" in said
+    assert "validation: 1 documents in 1 file(s)" in said
     assert "⟦FFFFF" in said
     # Nothing else is there to train on.
     (tmp_path / "d" / "Val" / "c.txt").rename(tmp_path / "d" / "Val" / "test.txt")
     text, said = made(tmp_path / "d" / "Val", tmp_path / "c")
     assert set(text.replace(END, "")) == {"F"}
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+@pytest.mark.parametrize("name", ["validation", "valid", "Val", "eval", "Dev", "test"])
+def test_names_of_what_is_held_out(name, is_folder, prepare, tmp_path, capsys):
+    """Without other data, it is trained on. One split is for evaluation, others are named."""
+    held_out = tmp_path / name / "a.txt" if is_folder else tmp_path / f"{name}.txt"
+    held_out.parent.mkdir(exist_ok=True)
+    held_out.touch()
+    assert prepare.load_splits(str(tmp_path), None) == {"train": [held_out]}
+    (tmp_path / "b.txt").touch()
+    expected = {"train": [tmp_path / "b.txt"], "validation": [held_out]}
+    assert prepare.load_splits(str(tmp_path), None) == expected
+    (tmp_path / "validation-00000-of-00001.txt").touch()
+    prepare.load_splits(str(tmp_path), None)
+    said = f"not read: the splits {name.lower()}\n"
+    assert (said in capsys.readouterr().out) == (name != "validation")
 
 
 @pytest.mark.law5
@@ -466,6 +563,7 @@ def test_every_file_of_a_folder_is_read_or_named(made, tmp_path):
         ("d.json", b'[{"text": "a"}, 4]', "after 1 documents: not an object: 4"),
         ("d.csv", b"text,b\na,b\na,b,c\n", "after 1 documents: line 3 has more or fewer values"),
         ("d.csv", b'text,b\na,b\n"a,b\n', "after 1 documents: unexpected end of data"),
+        ("d.csv", b"text,b\na,b,\n", "after 0 documents: line 2 has more or fewer values"),
         ("d.csv", b"text,b,text\na,b,c\n", "after 0 documents: two columns have the same name"),
         ("d.txt.gz", gzip.compress(bytes(999), mtime=0)[:-9], "after 0 documents: Compressed file"),
         ("d.parquet", b"abc", "after 0 documents: Parquet file size is 3 bytes"),
@@ -480,12 +578,7 @@ def test_a_damaged_file_is_named(made, name, content, problem, prepare, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def rows_of(prepare, monkeypatch, capsys, *arguments):
-    made(*arguments)
-    return pyarrow.parquet.read_table(arguments[1] / "train.parquet")
-
-
-def test_strategies(made, prepare, tmp_path):
+def test_strategies(made, tokenizer, model, tmp_path):
     """pack: joined and cut. overflow: each document begins a row. truncate: and has only one. What
     is padding has no loss. A row with the last token of a document alone has nothing to predict it
     from, and is left out. Documents are longer than the pieces that they are tokenized in, or end
@@ -494,9 +587,9 @@ def test_strategies(made, prepare, tmp_path):
     lengths = [0, 1, 62, 63, 64, 127, 25_000, 250_000] + [draw.randint(1, 300) for _ in range(99)]
     draw.shuffle(lengths)
     texts = ["".join(draw.choices("ab\n", k=length)) for length in lengths]
+    texts += ["one line " * 9000, *(f"{i} " * (i % 5 + 1) for i in range(3000))]
     path = write_lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
     documents = [text + END for text in texts if text]
-    tokenizer = prepare.load_tokenizer("tiny")
     ids = [np.array(tokenizer(document)["input_ids"]) for document in documents]
 
     def padded(ids):
@@ -516,19 +609,18 @@ def test_strategies(made, prepare, tmp_path):
         assert np.array_equal(table["labels"].combine_chunks().flatten(), labels)
         input_ids = np.array(table["input_ids"].combine_chunks().flatten())
         assert np.array_equal(input_ids, np.where(labels == -100, 0, labels))
-    call(path, tmp_path / "two", "--strategy", "truncate", "--num-proc", 2)
+    call(path, tmp_path / "two", "-m", model, "--strategy", "truncate", "--num-proc", 2)
     assert pyarrow.parquet.read_table(tmp_path / "two" / "train.parquet") == table
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS counts memory in other units")
-@pytest.mark.parametrize("program", ["prepare.py", "01-single-gpu/train-llm.py"])
-def test_a_large_text_takes_little_memory(program, tmp_path):
+def test_a_large_text_takes_little_memory(tmp_path):
     """A tokenizer needs 200 bytes a character and more: for 20 MB at once it took 5.3 GB. Half of
     them are enough."""
     (tmp_path / "d.txt").write_text("some text, " * 9 + "\n" + "and a line of it\n" * 600_000)
-    command = [sys.executable, ROOT / program, "-m", "tiny", "-d", tmp_path / "d.txt", "-s", 256]
-    command += ["-o", tmp_path / "out"] if program == "prepare.py" else ["--max-steps", 1]
+    command = [sys.executable, ROOT / "prepare.py", "-m", "tiny", "-d", tmp_path / "d.txt"]
+    command += ["-s", 256, "-o", tmp_path / "out"]
     code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
     code += "print('KiB:', resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -574,21 +666,27 @@ def test_files_with_zst(made, ending, tmp_path):
     assert text.startswith(END.join(TEXT[:150]))
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".csv", ".jsonl"])
+@pytest.mark.parametrize("ending", [".parquet", ".csv", ".head.csv", ".jsonl", ".json", ".txt"])
 def test_files_without_documents_are_read_over(made, ending, tmp_path):
+    """As tools leave them that write a file for each of their workers."""
     (tmp_path / "d").mkdir()
     for name, texts in (("a", []), ("b", TEXT), ("c", [])):
         path, frame = tmp_path / "d" / f"{name}{ending}", pandas.DataFrame({"text": texts})
         if ending == ".parquet":
             frame.to_parquet(path)
+        elif ending == ".head.csv":
+            frame.to_csv(path, index=False)
         elif not texts:
             path.touch()
         elif ending == ".csv":
             frame.to_csv(path, index=False)
+        elif ending == ".txt":
+            path.write_text(END.join(TEXT))
         else:
-            frame.to_json(path, orient="records", lines=True)
-    text, _ = made(tmp_path / "d", tmp_path / "out")
+            frame.to_json(path, orient="records", lines=ending == ".jsonl")
+    text, said = made(tmp_path / "d", tmp_path / "out")
     assert text.startswith(END.join(TEXT[:150]))
+    assert ("2 left out: no text" in said) == (ending == ".txt")
 
 
 @pytest.mark.parametrize("has_splits", [True, False])
@@ -602,9 +700,161 @@ def test_a_folder_of_save_to_disk(made, has_splits, tmp_path):
     assert ("validation: 50 documents" in said) == has_splits
 
 
+# Rows that another tool has tokenized.
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".jsonl.gz", ".parquet", "torch", "mds"])
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_rows_of_tokens_stay_what_they_are(
+    written, prepare, kind, has_labels, monkeypatch, tmp_path
+):
+    """Of a file, of a data set that was saved with tensors as its format, and of MDS, whose rows
+    have arrays. Without -s, rows keep their length. Other columns of such rows are no loss."""
+    draw = random.Random(7)
+    rows, expected = [], []
+    for number in range(50):
+        ids = [draw.randrange(257) for _ in range(20)]
+        labels = [-100] * 7 + ids[7:18] + [-100] * 2 if has_labels else ids
+        expected.append({"input_ids": ids, "labels": labels})
+        # With labels, a mask of padding says nothing more.
+        mask = [1] * 18 + [0] * 2 if has_labels else [1] * 20
+        row = {"id": number, "input_ids": ids, "attention_mask": mask, "words": ["a"] * 20}
+        row |= {"special_tokens_mask": [0] * 20, "position_ids": [*range(20)], "sizes": [9, 11]}
+        rows.append(row | {"length": 20} | ({"labels": labels} if has_labels else {}))
+    path = tmp_path / f"d{kind}"
+    if kind == ".parquet":
+        pandas.DataFrame(rows).to_parquet(path)
+    elif kind == "torch":
+        datasets.Dataset.from_list(rows).with_format("torch").save_to_disk(path)
+    elif kind == "mds":
+        arrays = [{k: np.array(v) if k != "words" else v for k, v in row.items()} for row in rows]
+        monkeypatch.setattr(prepare, "load_splits", lambda *_: {"train": [arrays]})
+    elif kind == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(content) if kind == ".jsonl.gz" else content)
+    result, said = written(path, tmp_path / "out")
+    assert result == expected
+    assert "rows of 20 tokens, as the first one has (-s)" in said
+    used = "input_ids, labels" if has_labels else "input_ids"
+    assert f"training on {used}; columns not used: id, attention_mask, words, special" in said
+    assert "left out" not in said
+    # A folder that prepare.py has written can be read again: its tokenizer is no data.
+    again, _ = written(tmp_path / "out", tmp_path / "again", "--text-column", "input_ids")
+    assert again == result
+
+
+def test_rows_of_tokens_may_have_other_lengths(written, tmp_path):
+    """Nothing is added to them. They are joined and cut, or filled up, as texts are."""
+    rows = [[5, 6, 7, 8], [], [9] * 11, [4], [3, 2]]
+    labels = [[-100, 6, 7, -100], [], [9] * 11, [4], [3, 2]]
+    data = [{"input_ids": i, "labels": x} for i, x in zip(rows, labels, strict=True)]
+    path = write_lines(tmp_path / "d.jsonl", data)
+    result, said = written(path, tmp_path / "a")
+    assert [row["input_ids"] for row in result] == [[5, 6, 7, 8], [9] * 4, [9] * 4, [9, 9, 9, 4]]
+    assert result[0]["labels"] == labels[0]
+    assert "1 left out: no tokens" in said
+    assert "2 left out: tokens at the end, less than a row" in said
+    result, _ = written(path, tmp_path / "b", "--strategy", "truncate", "-s", 5)
+    assert [row["input_ids"] for row in result] == [[5, 6, 7, 8, 0], [9] * 5, [3, 2, 0, 0, 0]]
+    assert [row["labels"] for row in result][0::2] == [[*labels[0], -100], [3, 2, *[-100] * 3]]
+
+
+@pytest.mark.law5
+@pytest.mark.parametrize("value", [1, 1.0, True])
+@pytest.mark.parametrize("name", ["assistant_masks", "completion_mask", "prompt_mask", "weights"])
+@pytest.mark.parametrize("has_labels", [True, False])
+def test_a_column_beside_tokens_is_not_ignored(name, value, has_labels, written, tmp_path):
+    """Whatever its name is: it may say which tokens have no loss. Also if there are labels."""
+    row = {"input_ids": [1, 2, 3], name: [value, value, type(value)(0)]}
+    row |= {"labels": [1, 2, 3]} if has_labels else {}
+    path = write_lines(tmp_path / "d.jsonl", [row] * 9)
+    with pytest.raises(SystemExit) as stop:
+        written(path, tmp_path / "out")
+    line = f"{path}: row 1: the column {name} has a number for each token, and would not be used: "
+    assert str(stop.value.code).startswith(f"prepare.py: error: {line}use it to make labels, with")
+
+
+@pytest.mark.law5
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"attention_mask": [1, 1, 0]}, "attention_mask has zeros, for padding: give labels, with"),
+        ({"attention_mask": [True, True, False]}, "attention_mask has zeros, for padding: give "),
+        ({"loss_mask": [0, 1, 1]}, "the column loss_mask has a number for each token, and would"),
+        ({"labels": [1, 2, 3]}, "it has labels, but the first row has none: give them to all "),
+        (
+            {"input_ids": [1, -2, 3]},
+            "input_ids has -2, which is not a token of -m: its tokens are ",
+        ),
+        ({"input_ids": [1, 257, 3]}, "input_ids has 257, which is not a token of -m: its tokens "),
+        ({"input_ids": [1, 2**31, 3]}, "input_ids has 2147483648, which is not a token of -m: "),
+        ({"input_ids": [1, 2**70, 3]}, "cannot be read: TypeError('input_ids is not a list of "),
+        ({"input_ids": [1, 2.0, 3]}, "cannot be read: TypeError('input_ids is not a list of int"),
+        ({"input_ids": [True, False]}, "cannot be read: TypeError('input_ids is not a list of i"),
+        ({"input_ids": [1, None, 3]}, "cannot be read: TypeError('input_ids is not a list of i"),
+        ({"input_ids": [[1], [2]]}, "cannot be read: TypeError('input_ids is not a list of int"),
+        ({"input_ids": "[1, 2]"}, "cannot be read: TypeError('input_ids is not a list of int"),
+    ],
+)
+def test_a_row_of_tokens_that_is_wrong_is_named(row, problem, num_proc, written, tmp_path):
+    """Also the last row, in one of several processes."""
+    if num_proc == 2 and "loss_mask" not in row and row.get("input_ids") != [1, -2, 3]:
+        pytest.skip("two of these are enough in several processes")
+    right = {"input_ids": [1, 2, 3], "documents": [3]}
+    path = write_lines(tmp_path / "d.jsonl", [right] * 9 + [right | row])
+    with pytest.raises(SystemExit) as stop:
+        written(path, tmp_path / "out", "--num-proc", num_proc)
+    place = f"{path}: row 10" + ("" if problem.startswith("cannot") else ":")
+    assert str(stop.value.code).startswith(f"prepare.py: error: {place} {problem}")
+    assert len(str(stop.value.code).splitlines()) == 1
+
+
+@pytest.mark.law5
+@pytest.mark.parametrize(
+    ("labels", "problem"),
+    [
+        ([1, 2], ": it has 2 labels for 3 input_ids: give each token a label, -100 where there"),
+        ([], ": it has 0 labels for 3 input_ids: give each token a label, -100 where there is"),
+        (None, ": it has 0 labels for 3 input_ids: give each token a label, -100 where there is"),
+        (1, ": it has 1 labels for 3 input_ids: give each token a label, -100 where there is no"),
+        (
+            [-1, 2, 3],
+            ": labels has -1, which is not a token of -m: its tokens are 0 to 256, and a ",
+        ),
+        ([1, 2, 300], ": labels has 300, which is not a token of -m: its tokens are 0 to 256, and"),
+        ([0.0, 1.0, 1.0], " cannot be read: TypeError('labels is not a list of integers')"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "datasets"])
+def test_labels_that_are_wrong_are_named(kind, labels, problem, written, tmp_path):
+    row = {"input_ids": [1, 2, 3], "labels": labels}
+    path = write_lines(tmp_path / "d.jsonl", [row] * 9)
+    place = f"{path}: row 1"
+    if kind == "datasets":
+        path, place = tmp_path / "saved", "train: row 1"
+        datasets.Dataset.from_list([row] * 9).save_to_disk(path)
+    with pytest.raises(SystemExit) as stop:
+        written(path, tmp_path / "out")
+    assert str(stop.value.code).startswith(f"prepare.py: error: {place}{problem}")
+
+
+@pytest.mark.law5
+def test_flags_for_texts_are_refused_for_tokens(written, tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", [{"input_ids": [1, 2, 3], "text": "a" * 99}] * 9)
+    with pytest.raises(SystemExit) as stop:
+        written(path, tmp_path / "out", "--train-on-prompt")
+    assert str(stop.value.code).startswith("prepare.py: error: --train-on-prompt: these rows are")
+    rows, _ = written(path, tmp_path / "out", "--text-column", "text", "-s", 99)
+    assert len(rows) == 9
+
+
 def test_a_description_of_the_data_is_no_data(made, tmp_path):
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "dataset_infos.json").write_text('{"default": {"features": {}}}')
+    for name in ("dataset_info.json", "dataset_infos.json"):
+        (tmp_path / "d" / name).write_text('{"default": {"features": {}}}')
     write_lines(tmp_path / "d" / "e.jsonl", [{"text": text} for text in TEXT])
     text, _ = made(tmp_path / "d", tmp_path / "out")
     assert text.startswith(END.join(TEXT[:150]))
@@ -669,18 +919,37 @@ def test_splits_of_chats_on_the_hub(made, tmp_path):
         ),
         ({"text": "a \ud83d"}, (), "{path}: row 1 cannot be read: UnicodeEncodeError("),
         ({"text": "a"}, ("--dataset-subset", "en"), "--dataset-subset en: is for a data set on"),
-        ({"input_ids": [1], "text": "a"}, (), "the column input_ids has tokens already: give a "),
         ({"text": "a"}, ("-o", "."), "-o .: this exists already"),
+        ({"a": 1, "b": "x"}, ("--text-column", "c"), "choose one of the columns a, b with --text-"),
+        ({"text": "a"}, ("-d", "empty"), "-d empty: no file ends in .txt, .json, .jsonl, .csv, "),
+        ({"text": "a"}, ("-d", "LICENSE"), "-d LICENSE: no file ends in .txt, .json, .jsonl, "),
+        ({"text": "a"}, ("-d", "empty.jsonl"), "-d empty.jsonl: there are no documents to train"),
+        ({"text": "a"}, ("-d", "short.txt"), "train: this does not fill a row of 256 tokens (-s)"),
+        ({"text": "a"}, ("-d", "saved"), "-d saved: no split is called train, there are a, b"),
     ],
 )
-def test_one_line_says_what_is_wrong(row, flags, problem, prepare, tmp_path, monkeypatch):
+def test_one_line_says_what_is_wrong(row, flags, problem, written, tmp_path, monkeypatch):
     path = write_lines(tmp_path / "d.jsonl", [row] * 99)
     monkeypatch.chdir(tmp_path)
-    command = ["prepare.py", "-m", "tiny", "-d", str(path), "-o", "out", *flags]
-    monkeypatch.setattr("sys.argv", command)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "LICENSE").touch()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "short.txt").write_text("hello world " * 10)
+    if "saved" in flags:
+        rows = datasets.Dataset.from_dict({"text": ["x"]})
+        datasets.DatasetDict(a=rows, b=rows).save_to_disk("saved")
     with pytest.raises(SystemExit) as stop:
-        prepare.main(prepare.parse_args())
+        written(path, "out", *flags)
     assert str(stop.value.code).startswith(f"prepare.py: error: {problem.format(path=path)}")
+
+
+@pytest.mark.law5
+def test_a_path_that_is_missing_is_named(tmp_path):
+    """By `datasets`: it is taken for a data set on the hub."""
+    result = call(tmp_path / "missing.txt", tmp_path / "out", check=False)
+    assert result.returncode == 1
+    assert "missing.txt" in result.err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.law5
@@ -746,18 +1015,16 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def prepared(chats, tmp_path_factory):
-    """The folder, after the very command that stage 01 shows to a user who gives it the chats."""
-    folder = tmp_path_factory.mktemp("prepared")
-    refused = run("01-single-gpu", 1, "-d", chats, "-s", 64, check=False, cwd=folder)
-    [line] = refused.errors
-    command = line.split("to train on answers: ")[1].split(", and then -d prepared")[0]
-    assert command.endswith(f"-m tiny -d {chats} -o prepared -s 64")
-    words = command.replace("python ", f"{sys.executable} ", 1).split()
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    result = finish(subprocess.Popen(words, cwd=folder, env=environment(), **how))
-    assert result.returncode == 0, result.err
-    assert "to train: python 01-single-gpu/train-llm.py -m tiny -d prepared -e my-run" in result.out
-    return folder / "prepared"
+    """The folder that prepare.py makes of them for tiny."""
+    folder = tmp_path_factory.mktemp("prepared") / "prepared"
+    said = call(chats, folder).out
+    assert f"to train: python 01-single-gpu/train-llm.py -m tiny -d {folder} -e my-run" in said
+    return folder
+
+
+def test_the_tokenizer_of_tiny_is_the_same_in_every_process(prepared, prepare):
+    saved = transformers.AutoTokenizer.from_pretrained(prepared / "tokenizer")
+    assert saved.get_vocab() == prepare.load_tokenizer("tiny").get_vocab()
 
 
 @pytest.mark.law1
@@ -777,12 +1044,11 @@ def test_one_curve_on_chats(stage, processes, flags, prepared, curve):
     assert one[4]["train/tokens_seen"] == 4 * 8 * 64
 
 
-def test_a_fine_tuned_base_model_stops_by_itself(prepare, tmp_path):
+def test_a_fine_tuned_base_model_stops_by_itself(tokenizer, tmp_path):
     """Base models of Qwen have a chat template that ends a turn with <|im_end|>, and a tokenizer
     and a generation_config that end a text with <|endoftext|>. Trained in 01 and on in 03, the
     model ends its answers, in a chat of `pipeline` and in the sample of the scripts. Its tokenizer
     has one token more than its embedding."""
-    tokenizer = prepare.load_tokenizer("tiny")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.add_tokens(["<image>"])
     tokenizer.chat_template = CHATML
@@ -823,16 +1089,10 @@ def test_a_fine_tuned_base_model_stops_by_itself(prepare, tmp_path):
 def test_rows_for_another_tokenizer_are_refused(prepared, tmp_path):
     """Its token numbers stand for other texts, and are all in the vocabulary."""
     tokenizer = transformers.GPT2Tokenizer({END: 0, **{chr(97 + i): 1 + i for i in range(26)}}, [])
-    sizes = {"vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    sizes = {"vocab_size": 1024, "n_embd": 32, "n_layer": 1, "n_head": 2}
     transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     flags = (*FEW, "-m", tmp_path, "--from-scratch", "-d", prepared)
     result = run("01-single-gpu", 1, *flags, check=False)
     said = f"--dataset-name {prepared}: was not prepared for the tokens of {tmp_path}"
     assert result.errors == [f"train-llm.py: error: {said}"]
-
-
-def test_text_beside_instructions_is_trained_on_and_said(tmp_path):
-    path = write_lines(tmp_path / "alpaca.jsonl", ALPACA)
-    result = run("01-single-gpu", 1, *SMALL, "--max-steps", 1, "-d", path)
-    assert "training on the column text, prompts included; to train on answers: " in result.out

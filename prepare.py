@@ -1,15 +1,15 @@
 """Turns documents and conversations into rows of tokens, on which every stage but 06 can train.
 
-In conversations only the answers are trained on: the labels of all other tokens are -100. Rows of
-tokens from another tool are taken as they are, with the labels that they have.
+In conversations only the answers are trained on: the labels of all other tokens are -100. Rows that
+another tool has tokenized keep their tokens and their labels.
 
     python prepare.py -m Qwen/Qwen3-0.6B -d tatsu-lab/alpaca -o data/alpaca
     python 01-single-gpu/train-llm.py -m Qwen/Qwen3-0.6B -d data/alpaca -e my-run
 
 The data are on the hub, or in files: .jsonl, .json, .csv, .parquet or .txt, each also with .gz or
 .zst. It also reads a folder of `Dataset.save_to_disk`, and one of MDS, or with folders of MDS for
-its splits, if mosaicml-streaming is installed. Columns are found by their names:
-input_ids, messages, conversations, prompt and completion, instruction and output, or text.
+its splits, if mosaicml-streaming is installed. Columns are found by their names: input_ids for rows
+of tokens, messages, conversations, prompt and completion, instruction and output, or text.
 """
 
 import argparse
@@ -52,7 +52,8 @@ CHAT_COLUMNS = (
     ("prompt", "completion"),
     ("instruction", "output"),
 )
-# What rows of tokens may have beside a mask of the loss, which has to be in the labels.
+# Columns that rows of tokens may have. Others could be a mask of the loss, which has to be in the
+# labels.
 TOKEN_COLUMNS = {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"}
 TOKEN_COLUMNS |= {"special_tokens_mask"}
 # Other names for the roles of chat templates.
@@ -60,7 +61,7 @@ ROLES = {"human": "user", "prompter": "user"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
 # Names of splits that are not trained on. The first of these that exists is for evaluation.
 HELD_OUT = ("validation", "valid", "val", "eval", "dev", "test")
-# Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
+# Longer texts are cut at the end of a line: a tokenizer needs 200 bytes of memory per character.
 PIECE_LENGTH = 10_000
 # Files that `datasets` and the hub leave beside the data.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")
@@ -118,6 +119,7 @@ def prepare(args, out, temporary):
         fail(f"-d {args.dataset_name}: there are no documents to train on")
     columns = choose_columns(list(first), args.text_column)
     args.seq_length = args.seq_length or default_length(first, columns, tokenizer)
+
     has_tokens = "input_ids" in columns
     if has_tokens and args.train_on_prompt:
         fail("--train-on-prompt: these rows are tokens: give them labels that have the prompts too")
@@ -150,7 +152,7 @@ def fail(message):
 
 
 def load_tokenizer(name):
-    """The tokenizer of a model: a hub id, a folder, or tiny."""
+    """Loads the tokenizer of a model: a hub id, a folder, or tiny."""
     if name == "tiny":
         return tiny_tokenizer()
     return transformers.AutoTokenizer.from_pretrained(name)
@@ -167,7 +169,7 @@ def tiny_tokenizer():
 
 
 def default_length(row, columns, tokenizer):
-    """The tokens of a row if the first one has tokens already, else 1024 or the model's limit."""
+    """Returns the length of `row` if it is tokens already, otherwise 1024 or the model's limit."""
     tokens = row["input_ids"] if "input_ids" in columns else None
     if tokens and isinstance(tokens, list):
         print(f"rows of {len(tokens)} tokens, as the first one has (-s)")
@@ -254,7 +256,7 @@ def find_files(path):
 
 
 def ending_of(file):
-    """The ending of a file's name, such as .csv, also if .gz or .zst follows."""
+    """Returns the ending of a file's name, such as .csv, without a .gz or .zst behind it."""
     return Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
@@ -293,7 +295,7 @@ def read_rows(source, bar=None):
 
 
 def read_text(file):
-    """The file is one document. A line of it ends in \\n, also if it was written on Windows."""
+    """Yields the file as one document. Its lines end in \\n, also if Windows has written them."""
     text = io.TextIOWrapper(file, "utf-8-sig")
     yield {"text": text.read()}
 
@@ -313,7 +315,7 @@ class JsonFloat(float):
 
 
 def read_json(file):
-    """A list of objects, or an object in each line."""
+    """Yields the objects of a list, or the object in each line."""
     numbers = {"parse_int": JsonInt, "parse_float": JsonFloat}
     file = io.BufferedReader(file)
     is_list = file.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
@@ -329,7 +331,7 @@ def read_json(file):
 
 
 def read_csv(file):
-    """The first line has the names of the columns."""
+    """Yields the rows. The first line has the names of the columns."""
     rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     if len(set(rows.fieldnames or [])) < len(rows.fieldnames or []):
         raise ValueError(f"two columns have the same name: {', '.join(rows.fieldnames)}")
@@ -345,7 +347,7 @@ def read_parquet(file):
 
 
 def without_nulls(row):
-    """A row without the keys whose value is None, except for those of the row itself."""
+    """Returns a row without keys whose value is None, except for the columns themselves."""
 
     def clean(value):
         if isinstance(value, dict):
@@ -470,20 +472,20 @@ def end_of_answer(tokenizer):
 
 
 class LeftOut(Exception):
-    """A document that is not trained on. The message is the reason."""
+    """Raised for a document that is not trained on. The message is the reason."""
 
 
 class Example(NamedTuple):
     """The text of a piece, or one of several texts of a conversation."""
 
     text: str
-    answers: list | None  # ranges of characters that have a loss, or None: all of them
+    answers: list | None  # ranges of characters to train on, or None: all of them
     is_first: bool = True  # as in the piece
     is_last: bool = True
 
 
 def tokenize(tokenizer, columns, suffix, train_on_prompt, pieces):
-    """Tokenizes a list of pieces.
+    """Turns a list of pieces into tokens.
 
     `suffix` is added to answers; it is None if documents are texts. Returns token ids and labels,
     (2, N) int32, the positions where documents end in them, and a Counter of documents, and of
@@ -537,7 +539,7 @@ def join(parts, are_last):
 
 
 def special_ids(tokenizer):
-    """The tokens before and after each text: two lists, each of one token or of none."""
+    """Returns the tokens before and after each text: two lists, each with one token or none."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     adds_bos = tokenizer("a")["input_ids"][:1] == [bos]
     return [bos] if adds_bos else [], [] if eos is None else [eos]
@@ -594,7 +596,7 @@ def tokens_of(piece, columns, vocab_size):
 
 
 def text_of(value):
-    """The text of a value, which may be a number of a .json file, or a list of parts with texts."""
+    """Returns the text of a value: a string, a number of a .json file, or a list of parts."""
     if isinstance(value, list):
         return "".join(part["text"] for part in value)
     if isinstance(value, str | JsonInt | JsonFloat):
@@ -619,7 +621,7 @@ def messages_of(row, columns):
 
 
 def clean_messages(messages):
-    """Messages as chat templates want them: no missing values, and one text as the content.
+    """Returns messages as chat templates expect them: no missing values, one text as the content.
 
     `datasets` gives each message all keys that any message has, with None for those it lacks."""
     cleaned = []
@@ -672,7 +674,7 @@ def conversations_of(messages, num_given, tokenizer, suffix):
 
 @cache
 def special_tokens(tokenizer):
-    """A pattern that finds the special tokens in a text."""
+    """Returns a pattern that finds the special tokens in a text."""
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
@@ -796,7 +798,7 @@ def cut_rows(batches, tokenizer, args, counts):
 
 
 def show(row, tokenizer):
-    """The first tokens of a row, (2, T), as text, where those that are trained on are marked."""
+    """Returns the first tokens of a row, (2, T), as text, and marks those that are trained on."""
     last_target = np.flatnonzero(row[1] != -100)[-1]
     input_ids, labels = row[:, : min(last_target + 1, 300)]
     is_target = labels != -100

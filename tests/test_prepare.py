@@ -271,12 +271,14 @@ def test_a_text_that_has_its_special_tokens_does_not_get_them_twice(prepare, tok
         assert examples == [(f"<s>ab{END}", f"b{END}")]
 
 
-def test_a_tokenizer_may_begin_and_end_texts_with_one_token(prepare, tokenizer):
-    """As that of GPT-2 does with a post-processor of its own."""
-    around = TemplateProcessing(single=f"{END} $A {END}", special_tokens=[(END, 0)])
+@pytest.mark.parametrize("begin", [END, ""])
+def test_a_tokenizer_may_end_texts_with_the_token_that_begins_them(begin, prepare, tokenizer):
+    """bos_token and eos_token of GPT-2 are one token: not each text that has it begins with it."""
+    around = TemplateProcessing(single=f"{begin} $A {END}".strip(), special_tokens=[(END, 0)])
     tokenizer.backend_tokenizer.post_processor = around
-    for text in ("ab", f"{END}ab", f"ab{END}", f"{END}ab{END}"):
-        assert tokens_of(prepare, tokenizer, ("text",), text) == [(f"{END}ab{END}",) * 2]
+    for text in ("ab", f"{begin}ab", f"ab{END}", f"{begin}ab{END}"):
+        examples = tokens_of(prepare, tokenizer, ("text",), text)
+        assert examples == [(f"{begin}ab{END}", f"{begin}ab{END}")]
 
 
 def test_a_tokenizer_without_an_end_of_text_joins_documents_bare(prepare, tokenizer):

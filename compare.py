@@ -208,7 +208,7 @@ def bars(axis, names, numbers, colors, title, form):
 
 def print_comet(folders):
     """Prints the page of Comet that shows the runs together, or the command that uploads them."""
-    addresses = [folder / "comet" / "address.txt" for folder in folders]
+    addresses = [folder / "comet.txt" for folder in folders]
     if all(path.exists() for path in addresses):
         pages = [path.read_text().strip() for path in addresses]
         project = pages[0].rsplit("/", 1)[0]

@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -42,8 +41,8 @@ from logs_and_checkpoints import (
     describe_run,
     fail,
     load_checkpoint,
-    lock_run_dir,
     memory_gb,
+    open_run_dir,
     save_checkpoint,
     save_final_model,
     say,
@@ -63,28 +62,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()  # hides warnings
 transformers.logging.disable_progress_bar()
-# In each forward pass transformers checks whether the positions in a row begin anew, and Python
-# waits until the GPU has the answer. Here they never do, and None says so.
+# In each forward pass transformers asks the GPU whether a row holds several sequences, and Python
+# waits for the answer. Here a row is always one sequence, which the answer None means.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The formats of data files, by their endings. Each may be followed by .gz.
-FORMATS = {
-    ".txt": "text",
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
-# Names of splits that are not trained on. The first of these that exists is for evaluation.
-HELD_OUT = ("validation", "valid", "val", "eval", "dev", "test")
-# Columns of conversations, which prepare.py turns into rows of tokens.
-CHAT_COLUMNS = {"messages", "conversations", "prompt", "instruction"}
-# What rows of tokens may have beside a mask of the loss, which has to be in the labels.
-TOKEN_COLUMNS = {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"}
-TOKEN_COLUMNS |= {"special_tokens_mask"}
-# Longer texts are cut, where a line ends: a tokenizer needs 200 bytes of memory for a character.
-PIECE_LENGTH = 10_000
 # Gradients are compressed in chunks of this many values.
 CHUNK_LENGTH = 256
 
@@ -103,7 +85,7 @@ def main(args):
         fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
-        lock_run_dir(run_dir)
+        open_run_dir(run_dir)
 
     # torchrun starts this script several times, usually once for each GPU, and every process runs
     # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
@@ -169,12 +151,12 @@ def main(args):
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
     steps_per_epoch = len(train_data) // args.global_batch_size
-    total_steps, last_flag = args.num_epochs * steps_per_epoch, "--num-epochs"
-    if args.max_steps and args.max_steps < total_steps:
-        total_steps, last_flag = args.max_steps, "--max-steps"
+    total_steps = args.num_epochs * steps_per_epoch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
     say(
         f"{args.dataset_name}: {len(train_data)} sequences of {args.seq_length} tokens and "
-        f"{len(eval_data)} held out, {total_steps} steps ({last_flag})"
+        f"{len(eval_data)} held out, {total_steps} steps"
     )
 
     # A global batch is usually too large for the memory of the device. So it is split into
@@ -188,6 +170,11 @@ def main(args):
         f"{num_shares} share(s) × "
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
+
+    # The final model is exported in fp32, unless bf16 is what its weights began with.
+    if args.export_dtype is None:
+        began_in_bf16 = weights is not None and config.dtype == torch.bfloat16
+        args.export_dtype = "bf16" if began_in_bf16 and args.dtype == "bf16" else "fp32"
 
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # small updates would be rounded away.
@@ -212,24 +199,25 @@ def main(args):
     # torch.compile compiles the first block and uses the result for the others: their code is the
     # same. Compiling the whole model would take many times as long. The loss is compiled too: its
     # intermediate results are the largest tensors of a step, and compiled code never stores them.
-    # With `dynamic=False` each batch size has its own code. Otherwise a smaller micro-batch would
-    # replace the code for the full ones with slower code for all sizes.
+    if args.compile is None:
+        args.compile = device.type == "cuda"
     loss_fn = sum_cross_entropy
-    if args.compile or (device.type == "cuda" and not args.no_compile):
+    if args.compile:
         # In some models blocks differ, in a scale by depth for example, and each has its own code.
         # By default no more than 8 pieces of code are made of a function.
         torch._dynamo.config.recompile_limit += 2 * len(blocks)
         for block in blocks:
-            block.forward = torch.compile(block.forward, dynamic=False)
+            block.forward = compile_for_training(block.forward)
         loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
 
     # Activation checkpointing keeps only the input of each block. In the backward pass it computes
     # the other activations a second time. No block draws random numbers, as dropout is 0, so the
     # state of the random number generator need not be kept for that.
     if args.activation_checkpointing:
-        options = {"use_reentrant": False, "preserve_rng_state": False}
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, **options)
+            block.forward = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
 
     # Sharding: each rank keeps 1 / shard_size of every parameter, its shard. FSDP gathers the
     # parameters of a block from its row before its forward pass, frees them after it, and gathers
@@ -263,7 +251,7 @@ def main(args):
         args.lr = 2e-5 if weights else 2e-3
     if args.weight_decay is None:
         args.weight_decay = 0.01 if weights else 0.1
-    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # what the moments keep in each step
+    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # the share of the moments that a step keeps
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -283,10 +271,8 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
-    # experiment. Everything else may change: hardware, other flags, and the stage (but for 06).
-    resumed = {"step": 0}
-    if run_dir:
-        resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
+    # experiment. Everything else may change: hardware, other flags, and the stage, except for 06.
+    resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
     last_step = resumed["step"]
     if last_step >= total_steps and resumed["is_exported"]:
         say(f"{run_dir} is finished: without final_model it would be exported again")
@@ -302,8 +288,8 @@ def main(args):
         epoch, step_in_epoch = divmod(step - 1, steps_per_epoch)
         if step_in_epoch == 0 or step == last_step + 1:
             order = np.random.default_rng((args.seed, epoch)).permutation(len(train_data))
-        first = step_in_epoch * args.global_batch_size
-        indices = order[first : first + args.global_batch_size]
+        start = step_in_epoch * args.global_batch_size
+        indices = order[start : start + args.global_batch_size]
 
         micro_batches, num_targets = make_micro_batches(
             train_data, indices, args.batch_size, device, data_group
@@ -374,7 +360,7 @@ def main(args):
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
         optimizer.zero_grad()  # or the next step would add to the gradients; frees their memory
-        log.lap("log")
+        log.lap("log")  # in the times of the next step, as those of this one are read already
 
         # Checkpoint: model and optimizer, and what else is needed to resume.
         if is_save_step:
@@ -388,22 +374,17 @@ def main(args):
 
         # Evaluate on text that the model was not trained on.
         if args.eval_freq and step % args.eval_freq == 0 and not is_last_step:
-            metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
-            log.step(step, metrics)
+            results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
+            log.step(step, results)
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
-    # Evaluate the model once more, and show what it writes after the first words of a text, or as
-    # an answer, in data that were held out from training. Then export it for `from_pretrained`.
+    # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
     # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
-    row = eval_data[-1]
-    is_target = row.get("labels", row["input_ids"]) != -100
-    answers = (is_target[1:] & ~is_target[:-1]).nonzero() + 1  # where they begin
-    start = answers[0].item() if len(answers) else min(32, args.seq_length // 2)
-    tokens = row["input_ids"][: start + 64]
-    metrics = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
-    tokens = sample(model, tokens, start, device)
-    log.step(log.last_step, metrics)
-    log.sample(tokenizer, tokens[:start], tokens[start:])
+    results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
+    prompt, text = sample(model, eval_data[-1], 64, tokenizer, device)
+    log.step(log.last_step, results)
+    say(f"prompt, from text that the model was not trained on: {prompt}")
+    say(f"what the model writes after it: {text}")
     if run_dir:
         save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
     log.close()
@@ -538,12 +519,12 @@ def make_micro_batches(data, indices, batch_size, device, group):
     share, num_real = share_of_rank(indices, group)
     micro_batches = []
     num_targets = torch.zeros((), dtype=torch.int64, device=device)
-    for first in range(0, len(share), batch_size):
-        rows = data[share[first : first + batch_size]]
+    for start in range(0, len(share), batch_size):
+        rows = data[share[start : start + batch_size]]
         input_ids = rows["input_ids"]
         labels = rows.get("labels", input_ids)
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
-        targets[num_real - first :] = -100  # of the sequence that does not count
+        targets[num_real - start :] = -100  # of the sequence that does not count
 
         # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
         if device.type == "cuda":
@@ -558,16 +539,27 @@ def loss_sum(model, input_ids, targets, loss_fn):
     """The sum of the loss over all targets, in nats: a scalar on the device.
 
     `loss_fn` is `sum_cross_entropy`, compiled or not."""
-    # Without gradients, compiled blocks would need other code, and torch.compile would compile them
-    # again. So `evaluate` runs them as they are ("force_eager"), and only the loss is compiled.
-    with torch.compiler.set_stance("default" if torch.is_grad_enabled() else "force_eager"):
-        logits = model(input_ids=input_ids, use_cache=False).logits
+    logits = model(input_ids=input_ids, use_cache=False).logits
     return loss_fn(logits, targets)
 
 
 def sum_cross_entropy(logits, targets):
     """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def compile_for_training(forward):
+    """Returns a function that does what `forward` does, and where gradients are needed compiled.
+
+    Evaluation would need other code, and compiling that would take as long again. `dynamic=False`:
+    each batch size has its own code. Otherwise a smaller micro-batch would replace the code for the
+    full ones with slower code for all sizes."""
+    compiled_forward = torch.compile(forward, dynamic=False)
+
+    def forward_or_compiled(*args, **kwargs):
+        return (compiled_forward if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return forward_or_compiled
 
 
 def lr_factor(step, schedule, warmup_steps, total_steps):
@@ -602,8 +594,8 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
     num_targets = torch.zeros((), dtype=torch.int64, device=device)
     indices = range(len(data))
     global_batch_size = batch_size * dist.get_world_size(group)
-    for first in range(0, len(data), global_batch_size):
-        batch = indices[first : first + global_batch_size]
+    for start in range(0, len(data), global_batch_size):
+        batch = indices[start : start + global_batch_size]
         micro_batches, count = make_micro_batches(data, batch, batch_size, device, group)
         for input_ids, targets in micro_batches:
             total += loss_sum(model, input_ids, targets, loss_fn)
@@ -615,20 +607,30 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
-@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
-def sample(model, tokens, start, device):
-    """Returns a copy of `tokens`, (T,), with tokens[start:] sampled from the model."""
-    tokens = tokens[None].to(device, copy=True)
+def sample(model, row, num_tokens, tokenizer, device):
+    """Returns a prompt, the beginning of a row of data, and what the model writes after it.
+
+    The prompt ends where an answer begins, or after 32 tokens in a row that is all text."""
+    labels = row.get("labels", row["input_ids"])
+    start = (labels != -100).int().argmax().item() or min(32, len(labels) // 2)
+    tokens = torch.zeros_like(labels[: start + num_tokens])
+    tokens[:start] = row["input_ids"][:start]
+    tokens = tokens[None].to(device)
+
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # The whole sequence each time, so that the shape stays the same. The old tokens after i do
-        # no harm: attention is causal.
-        logits = model(input_ids=tokens, use_cache=False).logits
-        logits = logits[0, i - 1].float().cpu() / 0.8  # temperature: below 1 is less random
-        tokens[0, i] = torch.multinomial(logits.softmax(0), 1, generator=generator)
+        # What is not written yet is 0. It makes no difference, because attention is causal.
+        logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
+        # The temperature, 0.8: below 1 it makes likely tokens likelier.
+        probabilities = (logits.float().cpu() / 0.8).softmax(0)
+        tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
     model.reshard()  # as in `evaluate`
-    return tokens[0]
+
+    text = tokenizer.decode(tokens[0, start:])
+    if tokenizer.eos_token:
+        text = text.split(tokenizer.eos_token)[0]
+    return tokenizer.decode(tokens[0, :start]), text
 
 
 def default_dtype(device):
@@ -644,12 +646,13 @@ def load_config(name, from_scratch):
     The latter is None if the model starts from random weights."""
     if name == "tiny":
         config = transformers.LlamaConfig(
-            vocab_size=384,  # 257 tokens, rounded up to a multiple of 128
+            vocab_size=1024,
             hidden_size=128,
             intermediate_size=320,
             num_hidden_layers=3,
             num_attention_heads=4,
             max_position_embeddings=256,
+            tie_word_embeddings=True,
             bos_token_id=0,
             eos_token_id=0,
         )
@@ -658,23 +661,14 @@ def load_config(name, from_scratch):
     config = load_pretrained(transformers.AutoConfig, name)
     config = config.get_text_config()  # the language part of a multimodal model
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = f"{config.model_type} is no causal language model in transformers"
-        fail(f"--model-name {name}: {kind}, choose another model")
+        fail(f"--model-name {name}: transformers has no language model of type {config.model_type}")
     config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
     # No dropout: its random numbers would depend on how a batch is split.
     for key, value in vars(config).items():
         if value and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
-
-    if from_scratch:
-        return config, None
-    folder = Path(name)
-    has_weights = any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-    if folder.is_dir() and not has_weights:
-        found = "it has no model*.safetensors and no pytorch_model*.bin"
-        fail(f"--model-name {name}: {found}; for random weights, add --from-scratch")
-    return config, name
+    return config, None if from_scratch else name
 
 
 def load_tokenizer(model_name, dataset_name):
@@ -682,10 +676,7 @@ def load_tokenizer(model_name, dataset_name):
     files = {path.name for path in Path(model_name).glob("[!.]*")}
     is_config_alone = files and files <= {"config.json", "generation_config.json"}
     if model_name == "tiny" or is_config_alone:
-        # One that needs no file: 256 bytes and an end-of-text token, which has number 0.
-        tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-        vocabulary = {token: number for number, token in enumerate(tokens)}
-        tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[])
+        tokenizer = tiny_tokenizer()
     else:
         tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
         # Without its files, transformers makes one that has special tokens only.
@@ -695,11 +686,21 @@ def load_tokenizer(model_name, dataset_name):
     prepared = Path(dataset_name, "tokenizer")
     if not prepared.exists():
         return tokenizer
-    tokens = tokenizer.get_vocab().items()
+    vocabulary = tokenizer.get_vocab().items()
     tokenizer = transformers.AutoTokenizer.from_pretrained(prepared)
-    if not tokens <= tokenizer.get_vocab().items():
+    if not vocabulary <= tokenizer.get_vocab().items():
         fail(f"--dataset-name {dataset_name}: was not prepared for the tokens of {model_name}")
     return tokenizer
+
+
+def tiny_tokenizer():
+    """A byte-level BPE of 1,024 tokens, trained on python-docs: the same in every process.
+
+    <|endoftext|> has number 0, and the 256 bytes follow it."""
+    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
+    return tokenizer.train_new_from_iterator(topics.values(), vocab_size=1024, show_progress=False)
 
 
 def load_pretrained(auto_class, name, **options):
@@ -714,197 +715,102 @@ def load_pretrained(auto_class, name, **options):
 def load_data(args, config, tokenizer):
     """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
 
-    These are a split in `HELD_OUT`, or else the last 5% of the training data."""
+    The latter are the split validation or test, or else the last 5% of the training data."""
+    name, path = args.dataset_name, Path(args.dataset_name)
     longest = getattr(config, "max_position_embeddings", sys.maxsize)
-    # In the family of RoBERTa, the first token has the position pad_token_id + 1.
-    if any(name in config.model_type for name in ("roberta", "camembert", "data2vec", "xmod")):
-        longest -= config.pad_token_id + 1
-    seq_length = args.seq_length or min(1024, longest)
-    is_local = args.dataset_name in ("python-docs", "dummy") or Path(args.dataset_name).exists()
-    if args.dataset_subset and is_local:
-        advice = f"{args.dataset_name} is not one: leave the flag out, or give the files of one"
-        fail(f"--dataset-subset {args.dataset_subset}: is for a data set on the hub, {advice}")
-    if args.dataset_name == "python-docs":
+    seq_length = args.seq_length or min(1024, longest, tokenizer.model_max_length)
+    if name == "python-docs":
         datasets.disable_progress_bars()  # this takes only a second
         splits = {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
-    elif args.dataset_name == "dummy":
+    elif name == "dummy":
         tokens = np.random.default_rng(0).integers(config.vocab_size, size=(4096, seq_length))
         splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
-    elif Path(args.dataset_name).exists():
-        splits = load_files(Path(args.dataset_name))
+    elif (path / "train.parquet").exists():  # rows of tokens, from prepare.py
+        files = {file.stem: glob.escape(str(file)) for file in path.glob("*.parquet")}
+        splits = datasets.load_dataset("parquet", data_files=files)
+    elif path.suffix == ".txt" and path.exists() and path.stat().st_size <= 50_000_000:
+        options = {"sample_by": "document", "encoding": "utf-8-sig"}  # by default, by line
+        splits = datasets.load_dataset("text", data_files=glob.escape(name), **options)
+    elif path.exists():
+        advice = how_to_prepare(args, seq_length)
+        fail(f"--dataset-name {name}: of files, this reads .txt up to 50 MB only; {advice}")
     else:
-        splits = datasets.load_dataset(args.dataset_name, args.dataset_subset)
-    if "train" not in splits:
-        names = ", ".join(splits)
-        fail(f"--dataset-name {args.dataset_name}: no split is called train, there are {names}")
+        splits = datasets.load_dataset(name, args.dataset_subset)
 
-    column = choose_column(args, splits["train"].column_names)
-    if column == "input_ids" and args.seq_length is None:
+    if "train" not in splits:
+        fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
+    columns = splits["train"].column_names
+    has_tokens = columns in (["input_ids"], ["input_ids", "labels"])
+    if has_tokens and args.seq_length is None:
         seq_length = len(splits["train"][0]["input_ids"])
+    if not has_tokens and ("input_ids" in columns or args.text_column not in columns):
+        choice = f"it has {', '.join(columns)}: choose a column of texts with --text-column, or "
+        fail(f"--dataset-name {name}: {choice}{how_to_prepare(args, seq_length)}")
+    if not has_tokens and len(columns) > 1:
+        say(f"training on the column {args.text_column} of {', '.join(columns)}")
     if not 2 <= seq_length <= longest:
         fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
     args.seq_length = seq_length
 
-    held_out = next((name for name in HELD_OUT if name in splits), None)
+    held_out = next((split for split in ("validation", "test") if split in splits), None)
     if unread := splits.keys() - {"train", held_out}:
-        say(f"--dataset-name {args.dataset_name}: not read: {', '.join(sorted(unread))}")
-    train = pack(splits["train"], column, tokenizer, seq_length)
+        say(f"--dataset-name {name}: not read: {', '.join(sorted(unread))}")
+    train = pack(splits["train"], args.text_column, tokenizer, seq_length)
     if held_out:
-        return train, pack(splits[held_out], column, tokenizer, seq_length)
+        return train, pack(splits[held_out], args.text_column, tokenizer, seq_length)
     num_train = len(train) - math.ceil(len(train) / 20)
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
-def load_files(path):
-    """Returns the splits, by name, of a file or of all files in a folder.
-
-    A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
-    theirs, as in test-00000-of-00002.parquet. All other files are training data, but hidden ones
-    are ignored."""
-    splits, formats, unread = {}, set(), []
-    names = "|".join(HELD_OUT)
-    pattern = rf"({names})(?=\.|$)|(train|{names})\w*(?=-\d{{5}}-of-\d{{5}})"
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        parts = file.relative_to(path).parts
-        is_hidden = any(part.startswith(".") for part in parts)
-        is_folder = file.is_dir() and not file.is_symlink()  # `rglob` does not follow links
-        is_data = parts[:1] != ("tokenizer",) and file.name != "dataset_infos.json"
-        if is_folder or is_hidden or not is_data:
-            continue
-        if file.suffix in (".arrow", ".mds", ".zst"):
-            fail(f"--dataset-name {path}: files such as {file.name} are read by prepare.py only")
-        ending = Path(file.name.removesuffix(".gz")).suffix
-        if ending not in FORMATS:
-            unread.append(file.name)
-            continue
-        # Files without documents. The first line of a .csv file has the names of its columns.
-        is_small = file.stat().st_size < 10_000
-        first = 1 if file.suffix == ".csv" else 0
-        if is_small and ending != ".parquet" and not file.read_bytes().splitlines()[first:]:
-            continue
-        formats.add(FORMATS[ending])
-        split = "train"
-        for part in parts:
-            if match := re.match(pattern, part.lower()):
-                split = match[0]
-        splits.setdefault(split, []).append(glob.escape(str(file)))
-
-    if len(formats) != 1:
-        found = ", ".join(sorted(formats)) or "none of these"
-        fail(f"--dataset-name {path}: one format of {', '.join(FORMATS)} is needed, found: {found}")
-    if unread:
-        say(f"--dataset-name {path}: not read: {', '.join(unread)}")
-    if splits.keys() <= set(HELD_OUT):  # there is nothing else to train on
-        splits = {"train": [file for files in splits.values() for file in files]}
-    [name] = formats
-    as_text = dict.fromkeys(range(1000), str)  # for so many columns
-    options = {
-        # By default a document is a line.
-        "text": {"sample_by": "document", "encoding": "utf-8-sig"},
-        # By default 007 is a number, None a missing value, and the first column may be an index.
-        "csv": {"converters": as_text, "keep_default_na": False, "index_col": False},
-        # By default it is the number of rows in a file, and an error if that is 0.
-        "parquet": {"batch_size": 1000},
-    }
-    return {
-        split: datasets.load_dataset(name, data_files=files, split="train", **options.get(name, {}))
-        for split, files in splits.items()
-    }
-
-
-def choose_column(args, names):
-    """Returns the column to train on: tokens, such as those of prepare.py, or a text."""
-    column = args.text_column or ("input_ids" if "input_ids" in names else "text")
-    advice = ""
-    if CHAT_COLUMNS & set(names):
-        command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
-        command += ["-d", args.dataset_name, "-o", "prepared"]
-        if args.dataset_subset:
-            command += ["--dataset-subset", args.dataset_subset]
-        if args.seq_length:
-            command += ["-s", str(args.seq_length)]
-        advice = f"; to train on answers: {shlex.join(command)}, and then -d prepared"
-
-    if column not in names:
-        columns = ", ".join(names)
-        fail(f"no column is called {column}: choose one of {columns} with --text-column{advice}")
-    if advice and column == "text":
-        say(f"training on the column text, prompts included{advice}")
-    return column
+def how_to_prepare(args, seq_length):
+    """The command of prepare.py that turns the data into rows of tokens."""
+    out = f"prepared/{Path(args.dataset_name).stem}"
+    command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
+    command += ["-d", args.dataset_name, "-s", str(seq_length), "-o", out]
+    if args.dataset_subset:
+        command += ["--dataset-subset", args.dataset_subset]
+    if args.text_column != "text":
+        command += ["--text-column", args.text_column]
+    return f"run `{shlex.join(command)}`, and then this command again with -d {out}"
 
 
 def pack(documents, column, tokenizer, seq_length):
-    """Turns documents into sequences of `seq_length` tokens, a data set with `input_ids`.
+    """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    Rows that hold tokens are taken as they are. They may also have `labels`: -100 for a token that
-    has no loss, such as one of a prompt or of padding, else the same token."""
-    names = documents.column_names
-    if column == "input_ids":
-        first_row = next(iter(documents), {"input_ids": []})
-        num_tokens = len(first_row["input_ids"])
-        for name in names:
-            value = first_row.get(name)
-            is_list = isinstance(value, list) and len(value) == num_tokens > 0
-            # Masks have many names, and some of them have ones where others have zeros.
-            if name not in TOKEN_COLUMNS and is_list and isinstance(value[0], int | float):
-                advice = "use it to make labels, with -100 where there is no loss, and remove it"
-                fail(f"column {name} has a number for each token, and would not be used: {advice}")
-        if "labels" not in names and "attention_mask" in names:
-            has_padding = any(0 in mask for mask in documents["attention_mask"])
-            if has_padding:
-                fail("attention_mask has zeros, for padding: give labels, with -100 there")
-        columns = [name for name in ("input_ids", "labels") if name in names]
-        return documents.select_columns(columns).with_format("torch")
-    kind = documents.features[column]
-    if kind not in (datasets.Value("string"), datasets.Value("large_string")):
-        fail(f"column {column}: it was read as {kind}; prepare.py takes the values as they are")
-    try:
-        sequences = datasets.Dataset.from_generator(
-            partial(join_and_cut, documents[column], tokenizer, seq_length),
-            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
-        )
-    except ValueError:  # there is none
-        fail(f"--seq-length {seq_length}: the texts of a split do not fill a sequence")
+    Returns a data set with `input_ids`. The last tokens, which do not fill a sequence, are left
+    out. Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
+    if "input_ids" in documents.column_names:
+        return documents.with_format("torch")
+    rest = []  # of the texts before
+
+    def cut(batch):
+        tokens = rest + [token for text in tokenize(batch[column], tokenizer) for token in text]
+        end = len(tokens) // seq_length * seq_length
+        rest[:] = tokens[end:]
+        return {"input_ids": [tokens[i : i + seq_length] for i in range(0, end, seq_length)]}
+
+    sequences = documents.map(
+        cut, batched=True, batch_size=100, remove_columns=documents.column_names
+    )
     return sequences.with_format("torch")
 
 
-def join_and_cut(texts, tokenizer, seq_length):
-    """Joins the tokens of texts and cuts them into sequences of one length (packing).
-
-    The last tokens, which do not fill a sequence, are left out."""
-    tokens = []
-    for new_tokens in tokenize(texts, tokenizer):
-        tokens += new_tokens
-        end = len(tokens) // seq_length * seq_length
-        for start in range(0, end, seq_length):
-            yield {"input_ids": tokens[start : start + seq_length]}
-        tokens = tokens[end:]
-
-
 def tokenize(texts, tokenizer):
-    """Yields the tokens of texts, of long ones in pieces. The end-of-text token follows each."""
+    """Yields the tokens of each text, and after them the end-of-text token."""
     # Some tokenizers begin each text with a special token.
-    begin = [t for t in tokenizer("")["input_ids"] if t == tokenizer.bos_token_id]
+    first = tokenizer("a")["input_ids"][:1]
+    begin = first if first == [tokenizer.bos_token_id] else []
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    pieces = itertools.chain.from_iterable(cut_text(text) for text in texts if text)
-    # The tokenizer works on all pieces of a list in parallel.
-    while batch := list(itertools.islice(pieces, 128)):
-        tokens = tokenizer([piece for piece, _, _ in batch], add_special_tokens=False)["input_ids"]
-        for (_, is_first, is_last), piece_tokens in zip(batch, tokens, strict=True):
-            # A text that has these special tokens already does not get them twice.
-            begin_here = begin * (is_first and piece_tokens[:1] != begin)
-            end_here = end * (is_last and piece_tokens[-1:] != end)
-            yield begin_here + piece_tokens + end_here
-
-
-def cut_text(text):
-    """Yields pieces of a text, and for each whether the text begins and whether it ends with it."""
-    start = 0
-    while start < len(text):
-        latest = start + 2 * PIECE_LENGTH  # for text without line ends
-        end = text.find("\n", start + PIECE_LENGTH, latest) + 1 or latest
-        yield text[start:end], start == 0, end >= len(text)
-        start = end
+    texts = [text or "" for text in texts]  # a value may be missing
+    for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+        if not tokens:
+            continue
+        # A text that has these special tokens already does not get them twice.
+        if tokens[:1] != begin:
+            tokens = begin + tokens
+        if tokens[-1:] != end:
+            tokens = tokens + end
+        yield tokens
 
 
 def check_data(args, config, train_data, eval_data):
@@ -917,39 +823,31 @@ def check_data(args, config, train_data, eval_data):
         size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
         fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
 
+    crc = 0
+    batches = [data.with_format("numpy").iter(batch_size=1000) for data in (train_data, eval_data)]
+    for rows in itertools.chain(*batches):
+        for name, tokens in rows.items():
+            if tokens.shape[1:] != (args.seq_length,):  # of rows of several lengths it is ()
+                lengths = sorted({np.size(row) for row in tokens})[:3]
+                fail(f"--seq-length {args.seq_length}: the rows of {name} have {lengths} tokens")
+            is_token = (tokens >= 0) & (tokens < config.vocab_size)
+            if name == "labels":
+                is_token |= tokens == -100
+            if not is_token.all():
+                limit = f"the model has those below {config.vocab_size}"
+                fail(f"--dataset-name: {name} has the token {tokens[~is_token][0]}, {limit}")
+            crc = zlib.crc32(tokens.astype(np.int64), crc)
+
     config_values = json.loads(config.to_json_string(use_diff=False))
-    config_values |= {"_name_or_path": None, "transformers_version": None}
-    tokens_crc = 0
-    for kind, data in (("training", train_data), ("held-out", eval_data)):
-        tokens_crc = check_tokens(data, kind, args.seq_length, config.vocab_size, tokens_crc)
+    for name in ("_name_or_path", "transformers_version"):
+        config_values.pop(name, None)
     return {
         "--seq-length": args.seq_length,
         "--seed": args.seed,
         "--global-batch-size": args.global_batch_size,
-        "--model-name (its config)": config_values,
-        "--dataset-name (CRC-32 of its tokens)": tokens_crc,
+        "--dataset-name (CRC-32 of its tokens)": crc,
+        **{f"--model-name ({name} in its config)": v for name, v in config_values.items()},
     }
-
-
-def check_tokens(data, kind, seq_length, vocab_size, crc):
-    """Ends the run if a sequence has a wrong length or a token that the model does not have.
-
-    Otherwise such a token would end it in the middle of the training. Returns the CRC-32 checksum
-    of all tokens and labels, continued from `crc`."""
-    for batch, rows in enumerate(data.with_format("numpy").iter(batch_size=1000)):
-        for name, tokens in rows.items():
-            if tokens.shape[1:] != (seq_length,):  # of rows of several lengths it is ()
-                lengths = sorted({np.size(row) for row in tokens})
-                fail(f"--seq-length {seq_length}: the rows of {name} have {lengths[:3]} tokens")
-            is_token = (tokens >= 0) & (tokens < vocab_size)
-            if name == "labels":
-                is_token |= tokens == -100
-            if not is_token.all():
-                row, place = np.argwhere(~is_token)[0]
-                wrong = f"{kind} row {1000 * batch + row + 1} has the token {tokens[row, place]}"
-                fail(f"{name}: {wrong}, the model has those below {vocab_size}")
-            crc = zlib.crc32(tokens.astype(np.int64), crc)
-    return crc
 
 
 def load_model(config, weights, attn, seed):
@@ -994,6 +892,20 @@ def send_weights(model, full_weights, device, cpu_offload):
         setattr(model.get_submodule(owner), key, buffer)
 
 
+def positive(text):
+    """The type of a flag that must be a whole number above 0."""
+    if int(text) <= 0:
+        raise ValueError
+    return int(text)
+
+
+def positive_float(text):
+    """The type of a flag that must be a number above 0."""
+    if float(text) <= 0:
+        raise ValueError
+    return float(text)
+
+
 def parse_args():
     """Returns the flags of the command line. @FILE stands for flags in a file, one on each line."""
     parser = argparse.ArgumentParser(
@@ -1010,10 +922,11 @@ def parse_args():
     add("--seed", type=int, default=0, help="of the order of the data and of random weights")
     add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
     add("--dtype", choices=tuple(DTYPES), help="None: bf16 on a GPU, fp32 on a CPU")
-    add("--export-dtype", choices=tuple(DTYPES), default="fp32", help="of the final model")
-    add("--log-freq", type=int, default=10, help="steps between log lines")
-    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
+    export_help = "of the final model, None: fp32, or bf16 of bf16 weights trained in bf16"
+    add("--export-dtype", choices=tuple(DTYPES), help=export_help)
+    add("--log-freq", type=positive, default=10, help="steps between log lines")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="how many of the newest to keep")
     add("--comet-project-name", default="train-llm", help="where the run is shown")
     add("--comet-workspace", help="None: the one of your account")
     add("--comet-offline", help="an archive to upload later; needs no account", **switch)
@@ -1025,45 +938,34 @@ def parse_args():
     add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
     add("--no-reshard-after-forward", help="gather once a step: faster, more memory", **switch)
-    add("--compile", help="torch.compile blocks and loss, also on a CPU", **switch)
-    add("--no-compile", help="do not compile, not on a GPU either", **switch)
-    data_help = "python-docs, dummy, a hub id, a file, or a folder"
+    compile_help = "torch.compile blocks and loss, None: on a GPU"
+    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+    data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
     add("--dataset-subset", help="the configuration of a data set on the hub")
-    add("--text-column", help="train on this column, None: input_ids or text")
+    add("--text-column", default="text", help="train on this column of texts")
     length_help = "tokens of a sequence, None: 1024, or the model's limit"
-    add("-s", "--seq-length", type=int, help=length_help)
-    add("-b", "--batch-size", type=int, default=4, help="sequences of a micro-batch")
-    add("--global-batch-size", type=int, default=16, help="sequences of an optimizer step")
+    add("-s", "--seq-length", type=positive, help=length_help)
+    add("-b", "--batch-size", type=positive, default=4, help="sequences of a micro-batch")
+    add("--global-batch-size", type=positive, default=8, help="sequences of an optimizer step")
     add("--eval-freq", type=int, default=0, help="steps between evaluations, 0: only at the end")
-    add("--eval-sequences", type=int, default=256, help="how many to evaluate at most")
+    add("--eval-sequences", type=positive, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num-epochs", type=int, default=3, help="passes over the training data")
-    add("--max-steps", type=int, help="end the run here, None: after --num-epochs")
+    add("--num-epochs", type=positive, default=3, help="passes over the training data")
+    add("--max-steps", type=positive, help="end the run here, None: after --num-epochs")
     add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
     schedules = ("cosine", "linear", "constant")
     add("--lr-scheduler", choices=schedules, default="cosine", help="after the warm-up")
     add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
     add("--weight-decay", type=float, help="of matrices, None: 0.1, or 0.01 with loaded weights")
-    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
+    add("--max-grad-norm", type=positive_float, default=1.0, help="clip gradients to this norm")
 
     add = parser.add_argument_group("replicas").add_argument
-    add("--shard-size", type=int, help="processes of a replica, None: 1, or those of a machine")
+    add("--shard-size", type=positive, help="processes of a replica, None: 1 or a machine's")
     modes = ("none", "dct", "int8")
-    add("--compression", choices=modes, default="int8", help="of gradients between replicas")
-    args = parser.parse_args()
-
-    # Otherwise a run would train nothing, or, with --max-grad-norm, in the wrong direction.
-    above_zero = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "max_grad_norm")
-    above_zero += ("log_freq", "ckpt_freq", "keep_checkpoints", "eval_sequences")
-    for name in above_zero:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            fail(f"--{name.replace('_', '-')} {value}: must be above 0")
-    if args.seed < 0:
-        fail(f"--seed {args.seed}: must not be below 0")
-    return args
+    add("--compression", choices=modes, default="dct", help="of gradients between replicas")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

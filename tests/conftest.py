@@ -10,17 +10,19 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
 import forked
+import pandas
 import psutil
 import pytest
 import torch
 from stages import ROOT, builds_on, script
 from stages import STAGES as STAGES  # tests take it from here
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SUPPORT = ROOT / "tests" / "support"
 FAULTS = SUPPORT / "faults"
@@ -30,7 +32,7 @@ TEST_MODULES = f"{ROOT / 'tests'}{os.pathsep}{SUPPORT}"
 TIMEOUT = 600
 # Packages set variables of their own when tests use them in this process.
 AT_START = dict(os.environ)
-# Enough to train, little enough for many runs: 8 sequences of 64 bytes a step.
+# Enough to train, little enough for many runs: 8 sequences of 64 tokens a step.
 SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", "8")
 
 
@@ -74,15 +76,23 @@ def save_tokenizer(folder):
     load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder)
 
 
-def data_args(name, seq_length, text_column=None):
-    """What `load_data` of a stage needs of the flags."""
+def save_rows(folder, rows):
+    """Rows of tokens in a folder, as prepare.py writes them."""
+    folder.mkdir(parents=True)
+    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
+    return folder
+
+
+def data_args(name, seq_length, text_column="text"):
+    """What `load_data` and `check_data` of a stage need of the flags."""
     return SimpleNamespace(
         model_name="tiny",
         dataset_name=str(name),
         dataset_subset=None,
         seq_length=seq_length,
         text_column=text_column,
-        eval_sequences=8,
+        global_batch_size=8,
+        seed=0,
     )
 
 
@@ -173,17 +183,38 @@ def metrics(folder):
     return merged
 
 
+@cache
+def default_tokenizer():
+    """The tokenizer of tiny, made without transformers."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(topics.values(), trainer)
+    return tokenizer
+
+
+def packed(texts, seq_length):
+    """Texts as tokens of tiny, an end of text behind each, cut to `seq_length`: what the scripts
+    should read."""
+    tokens = []
+    for text in texts:
+        tokens += [*default_tokenizer().encode(text).ids, 0]
+    ends = range(seq_length, len(tokens) + 1, seq_length)
+    return [tokens[end - seq_length : end] for end in ends]
+
+
 def default_sequences(seq_length):
     """The sequences of the default data, those to train on and those held out, made without the
-    scripts: bytes, with an end of text behind each document. The text is that of this Python."""
-    alphabet = {c: 1 + i for i, c in enumerate(sorted(ByteLevel.alphabet()))}
-    level = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokens = []
-    for text in topics.values():
-        tokens += [alphabet[c] for c in level.pre_tokenize_str(text)[0][0]] + [0]
-    count = len(tokens) // seq_length
-    sequences = torch.tensor(tokens[: count * seq_length]).reshape(count, seq_length)
-    return sequences.split([count - math.ceil(count / 20), math.ceil(count / 20)])
+    scripts. The text is that of this Python."""
+    sequences = torch.tensor(packed(topics.values(), seq_length))
+    num_held_out = math.ceil(len(sequences) / 20)
+    return sequences.split([len(sequences) - num_held_out, num_held_out])
 
 
 def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4):
@@ -265,11 +296,9 @@ def documents():
 def masked_data(tmp_path_factory):
     """Sequences with from 1 to 62 targets each: the others are masked by -100."""
     draw = random.Random(1)
-    path = tmp_path_factory.mktemp("masked") / "masked.jsonl"
-    with path.open("w") as file:
-        for _ in range(200):
-            ids = [draw.randrange(1, 250) for _ in range(64)]
-            prompt = draw.randint(2, 63)
-            row = {"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]}
-            file.write(json.dumps(row) + "\n")
-    return path
+    rows = []
+    for _ in range(200):
+        ids = [draw.randrange(1, 250) for _ in range(64)]
+        prompt = draw.randint(2, 63)
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return save_rows(tmp_path_factory.mktemp("masked") / "rows", rows)

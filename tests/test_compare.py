@@ -81,7 +81,7 @@ def test_comet_shows_the_runs_together(two_runs, tmp_path):
     """One link for runs that were logged online, one command for those that were not."""
     for run, key in zip(two_runs, "ab", strict=True):
         (run / "comet").mkdir()
-        (run / "comet" / "address.txt").write_text(
+        (run / "comet.txt").write_text(
             f"https://www.comet.com/me/train-llm/{key * 32}\n"
         )
     result = compare(*two_runs, "--picture", tmp_path / "p.svg")

@@ -13,8 +13,8 @@ NEW = {
     "02-ddp": ["share_of_rank"],
     "03-fsdp": ["send_weights"],
     "04-compression": ["ReplicaAverage", "pad", "low_frequencies", "to_int8"],
-    "05-multinode": ["newest_metrics", "finish_save"],
-    "06-streaming": ["Streams", "is_held_out"],
+    "05-multinode": ["newest_metrics"],
+    "06-streaming": ["Streams", "is_held_out", "load_files"],
     "07-tensor-parallel": ["split_layers"],
     "08-pipeline-parallel": [
         "PipelineStage",
@@ -25,21 +25,14 @@ NEW = {
     ],
 }
 # Functions that a stage does not need any more.
-DROPPED = {"08-pipeline-parallel": ["loss_sum"]}
+DROPPED = {"06-streaming": ["how_to_prepare"], "08-pipeline-parallel": ["loss_sum"]}
 # Functions that a stage changes. The others are as on the stage below.
 CHANGED = {
     "02-ddp": ["main", "make_micro_batches", "evaluate"],
     "03-fsdp": ["main", "evaluate", "sample", "parse_args"],
     "04-compression": ["main", "parse_args"],
     "05-multinode": ["main", "parse_args"],
-    "06-streaming": [
-        "main",
-        "load_data",
-        "load_files",
-        "choose_column",
-        "check_data",
-        "parse_args",
-    ],
+    "06-streaming": ["main", "load_data", "check_data", "parse_args"],
     "07-tensor-parallel": ["main", "loss_sum", "sample", "parse_args"],
     "08-pipeline-parallel": ["main", "send_weights", "evaluate", "sample", "parse_args"],
 }

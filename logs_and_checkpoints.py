@@ -330,6 +330,12 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.keep = keep
         super().__init__(self.temporary, **options)
 
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise OSError(f"{self.folder} cannot be written, is the disk full?") from error
+
     def finish(self, metadata, results):
         """DCP calls this on rank 0, when all ranks have written their files to the disk."""
         super().finish(metadata, results)

@@ -20,6 +20,7 @@ import pandas
 import psutil
 import pytest
 import torch
+import transformers
 from stages import ROOT, builds_on, script
 from stages import STAGES as STAGES  # tests take it from here
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -181,6 +182,13 @@ def metrics(folder):
     for line in lines:
         merged.setdefault(line["step"], {}).update(line)
     return merged
+
+
+@cache
+def tiny_model():
+    """The model of the default run, with weights that do not matter."""
+    config, _ = load("01-single-gpu").load_config("tiny", False)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 @cache

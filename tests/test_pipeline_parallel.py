@@ -33,7 +33,7 @@ SMALL = (*SMALL, "-b", "1")
 FIFTY = ("--max-steps", "50", "--dtype", "fp32", *SMALL)
 FEW = (*SMALL, "--max-steps", "3", "--dtype", "fp32")
 SIZES = {
-    "vocab_size": 384,
+    "vocab_size": 1024,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 4,
@@ -167,7 +167,7 @@ def test_every_gradient_is_that_of_the_whole_model(stage, architecture, num_stag
     config = config_of(architecture, tie_word_embeddings=tied)
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tokens = torch.arange(64).view(2, 32) * 7 % 384
+    tokens = torch.arange(64).view(2, 32) * 7 % 1024
     logits = whole(input_ids=tokens, use_cache=False).logits
     logits.square().mean().backward()
 
@@ -381,7 +381,7 @@ def test_the_export_is_the_trained_model(tmp_path, tied):
     """`from_pretrained` opens it, and its logits are those of the same run on one process. The
     evaluation and the sample are the same as well."""
     model = save_config(tmp_path / "m", "llama", tie_word_embeddings=tied)
-    tokens = torch.arange(32)[None] * 7 % 384
+    tokens = torch.arange(32)[None] * 7 % 1024
     logits, evaluations, samples = {}, {}, {}
     flags = (*FEW, "--save-dir", tmp_path, "-m", model, "--from-scratch")
     for stage, processes, more in (("03-fsdp", 1, ()), (STAGE, 4, ("--stages", 2))):

@@ -22,7 +22,7 @@ STAGE = "07-tensor-parallel"
 FIFTY = ("--max-steps", "50", "--dtype", "fp32", *SMALL)
 FEW = (*SMALL, "--max-steps", "3", "--dtype", "fp32")
 SIZES = {
-    "vocab_size": 384,
+    "vocab_size": 1024,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -407,7 +407,7 @@ def test_no_rank_has_its_part_of_all_layers_before_they_are_sharded(tmp_path):
 @pytest.mark.law3
 def test_the_export_is_the_trained_model(tmp_path):
     """`from_pretrained` opens it, and its logits are those of the same run on one process."""
-    tokens = torch.arange(32)[None] * 7 % 384
+    tokens = torch.arange(32)[None] * 7 % 1024
     logits = {}
     # AdamW divides by the size of a gradient, so it turns rounding into differences of the learning
     # rate where a gradient is nearly 0.

@@ -450,11 +450,11 @@ def sample(model, row, num_tokens, tokenizer, device):
     """Returns a prompt, the beginning of a row of data, and what the model writes after it.
 
     The prompt ends where an answer begins, or after 32 tokens in a row that is all text."""
-    labels = row.get("labels", row["input_ids"])
-    start = (labels != -100).int().argmax().item() or min(32, len(labels) // 2)
-    tokens = torch.zeros_like(labels[: start + num_tokens])
-    tokens[:start] = row["input_ids"][:start]
-    tokens = tokens[None].to(device)
+    is_target = row.get("labels", row["input_ids"]) != -100
+    answers = (is_target[1:] & ~is_target[:-1]).nonzero() + 1  # where they begin
+    start = answers[0].item() if len(answers) else min(32, len(is_target) // 2)
+    tokens = row["input_ids"][None, : start + num_tokens].to(device, copy=True)
+    tokens[:, start:] = 0
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):

@@ -423,7 +423,7 @@ def test_the_export_is_the_trained_model(tmp_path):
 def test_pretrained_weights_reach_the_rank_that_has_them(curve, tmp_path):
     """bf16 weights of a tied Qwen 3, as a hub has them."""
     config = transformers.AutoConfig.from_pretrained(
-        save_config(tmp_path / "c", "qwen3", vocab_size=385, tie_word_embeddings=True)
+        save_config(tmp_path / "c", "qwen3", vocab_size=1025, tie_word_embeddings=True)
     )
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "m")

@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -40,9 +41,9 @@ MEMORY_METRICS = [f"memory/{name}_gb" for name in MEMORY]
 CONSOLE = {"train/loss": ".4f", "train/learning_rate": ".2e", "train/grad_norm": ".3f"}
 CONSOLE |= {"throughput/tokens_per_second": ",.0f", "throughput/mfu": ".1%"}
 CONSOLE |= {"eval/loss": ".4f", "eval/perplexity": ".2f"}
-# Peak TFLOP/s of dense matrix products in bf16 (of a T4 in fp16) that are added up in fp32, from
-# NVIDIA's data sheets and, for GeForce, white papers. The first pattern that is found in the
-# device's name counts. $ is the end of the name: "RTX 4090 Laptop GPU" is another chip.
+# Peak TFLOP/s of dense bf16 matrix products with fp32 accumulation (T4: fp16), from NVIDIA's data
+# sheets and, for GeForce, white papers. The first pattern that is found in the device's name
+# counts. $ is the end of the name: "RTX 4090 Laptop GPU" is another chip.
 PEAK_TFLOPS = {"T4$": 65, "A10$": 125, "A10G": 70, "L4$": 121, "L40S": 362, "A100": 312}
 PEAK_TFLOPS |= {"RTX 3090$": 71, "RTX 4090$": 165.2, "RTX 5090$": 209.5}
 PEAK_TFLOPS |= {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989}
@@ -67,8 +68,8 @@ def say(message):
 def fail(message):
     """Ends the run with one line, for errors that the user can fix.
 
-    Usually all ranks fail for the same reason. Those that are not the first one of their machine
-    give it time to report that: then torchrun stops them."""
+    Usually all ranks fail for the same reason. The first one of a machine reports it, and then
+    torchrun stops the others, which wait for that."""
     if LOCAL_RANK > 0:
         time.sleep(60)
     sys.exit(f"{Path(sys.argv[0]).name}: error: {message}")
@@ -77,7 +78,7 @@ def fail(message):
 def open_run_dir(run_dir):
     """Creates the folder of a run, and ends this run if another process trains there.
 
-    Then it removes what a kill has left of a checkpoint."""
+    Also removes incomplete checkpoints that a killed run has left."""
     if RANK > 0:
         return
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -217,7 +218,7 @@ class RunLog:
                 # Otherwise Comet would send the code, and metrics and flags a second time.
                 **dict.fromkeys(COMET_OFF, False),
             )
-            self.comet = comet_ml.start(
+            comet = comet_ml.start(
                 project_name=self.flags["comet_project_name"],
                 workspace=self.flags["comet_workspace"],
                 experiment_key=self.comet_key,
@@ -225,13 +226,14 @@ class RunLog:
                 experiment_config=config,
             )
             parameters = {**self.flags, **self.run_info, "total_steps": self.total_steps}
-            self.comet.log_parameters(parameters)
-            self.comet.log_other("command", shlex.join(sys.argv))
-            self.comet.add_tags([STAGE, self.flags["model_name"], self.flags["dataset_name"]])
+            comet.log_parameters(parameters)
+            comet.log_other("command", shlex.join(sys.argv))
+            comet.add_tags([STAGE, self.flags["model_name"], self.flags["dataset_name"]])
             if not offline:
-                (self.run_dir / "comet.txt").write_text(f"{self.comet.url}\n")
+                (self.run_dir / "comet.txt").write_text(f"{comet.url}\n")
+            self.comet = comet
         except Exception as error:
-            say(f"Comet cannot be reached, training goes on without it: {error!r:.120}")
+            say(f"Comet does not start, training goes on without it: {error!r:.120}")
 
     def lap(self, phase):
         """Ends a phase of the step: the time since the last lap belongs to it.
@@ -263,7 +265,7 @@ class RunLog:
         self.last_step = step
         self.bar.update(step - self.bar.n)
         if metrics and self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()  # a peak is that of the steps since the last line
+            torch.cuda.reset_peak_memory_stats()  # a line has the peak since the line before it
         if RANK > 0 or not metrics:
             return
 
@@ -321,7 +323,7 @@ def save_checkpoint(run_dir, step, model, optimizer, values, keep):
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes the files of a checkpoint, and then completes it: see `save_checkpoint`."""
+    """Writes the files of a checkpoint, and then completes it, also if DCP does so in a thread."""
 
     def __init__(self, run_dir, step, values, keep, **options):
         self.folder = run_dir / f"step-{step:08d}"
@@ -368,35 +370,33 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
     """Loads the newest checkpoint of a run. Returns its `values`, {"step": 0} if there is none.
 
     Ends the run if its `experiment` is another one. Other flags may differ, which is printed."""
-    # Rank 0 alone chooses the checkpoint. If each rank did, one of them that cannot see the newest
-    # one for a moment would go on from an older step than the others.
+    # Rank 0 alone chooses the checkpoint. If each rank did, a rank that does not see the newest one
+    # yet, on a network file system, would go on from an older step than the others.
     found = [None, None]
-    try:
-        if run_dir and RANK == 0 and checkpoints(run_dir):
-            folder = checkpoints(run_dir)[0]
+    if run_dir and RANK == 0 and checkpoints(run_dir):
+        folder = checkpoints(run_dir)[0]
+        with one_line_if_damaged(folder):
             values = json.loads((folder / "state.json").read_text())
-            values["is_exported"] = (run_dir / "final_model").exists()
-            found = [folder, values]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found)
-        folder, values = found
-        if folder is None:
-            return {"step": 0}
-        check_same(experiment, values["experiment"], f"in the run in {run_dir}")
+        export = run_dir / "final_model"
+        # Not that of an earlier end, after which the run went on.
+        is_new = export.exists() and export.stat().st_mtime >= folder.stat().st_mtime
+        found = [folder, {**values, "is_exported": is_new}]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found)  # replaces the items of the list on other ranks
+    folder, values = found
+    if folder is None:
+        return {"step": 0}
+    check_same(experiment, values["experiment"], f"in the run in {run_dir}")
 
-        # To create Adam's moments, this makes a step with gradients of 0. What is loaded replaces
-        # them. In a new run that step would count, so it must not be made if nothing is loaded.
-        model_state, optimizer_state = dcp_state.get_state_dict(model, optimizer)
+    # To create Adam's moments, `get_state_dict` makes a step with gradients of 0. Then what is
+    # loaded replaces them. In a new run, into which nothing is loaded, that step would count.
+    model_state, optimizer_state = dcp_state.get_state_dict(model, optimizer)
+    moments = optimizer_state["state"]
+    with one_line_if_damaged(folder):
         # A parameter that has had no gradient yet has no moments in the checkpoint.
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        moments = optimizer_state["state"]
         moments = {name: moments[name] for name in moments if f"moments.{name}.step" in saved}
         dcp.load({"model": model_state, "moments": moments}, checkpoint_id=folder)
-    except (Exception, dcp.api.CheckpointException) as error:  # a file may hold anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[-1]  # DCP's has tracebacks before
-        advice = "try again, or remove this folder to resume from an earlier one"
-        fail(f"{folder} cannot be loaded: {reason}; {advice}")
-
     optimizer_state["state"] = moments
     options = dcp_state.StateDictOptions(strict=False)  # there need not be moments for all
     states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
@@ -406,6 +406,17 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
         if values["flags"].get(name, value) != value:
             say(f"--{name.replace('_', '-')} {values['flags'][name]} → {value}")
     return values
+
+
+@contextmanager
+def one_line_if_damaged(folder):
+    """Ends the run with one line if a file of a checkpoint cannot be read."""
+    try:
+        yield
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception
+        reason = f"{type(error).__name__}: {error}".splitlines()[-1]  # DCP's has tracebacks before
+        advice = "try again, or remove this folder to resume from an earlier one"
+        fail(f"{folder} cannot be loaded: {reason}; {advice}")
 
 
 def check_same(ours, theirs, where):

@@ -21,7 +21,7 @@ import zlib
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from pydoc_data.topics import topics  # the language reference that comes with Python: a text
+from pydoc_data.topics import topics  # the language reference, a text that comes with Python
 
 # logs_and_checkpoints.py is in the parent folder. The folder goes first on the path, because each
 # clone of this repository must import its own copy of the module.
@@ -65,8 +65,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()  # hides warnings
 transformers.logging.disable_progress_bar()
-# In each forward pass transformers asks the GPU whether a row holds several sequences, and Python
-# waits for the answer. Here a row is always one sequence, which the answer None means.
+# In each forward pass transformers asks the GPU whether a row is several sequences that must not
+# attend to each other, and Python waits for the answer. Here it never is, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -188,7 +188,8 @@ def main(args):
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
 
-    # The final model is exported in fp32, unless bf16 is what its weights began with.
+    # The final model is exported in fp32, but in bf16 if its weights were bf16 before the training,
+    # and it is trained in bf16.
     if args.export_dtype is None:
         began_in_bf16 = weights is not None and config.dtype == torch.bfloat16
         args.export_dtype = "bf16" if began_in_bf16 and args.dtype == "bf16" else "fp32"
@@ -208,7 +209,7 @@ def main(args):
         f"{run_info['attn']}, {args.dtype}, {device}"
     )
 
-    # The transformer blocks. In transformers they all derive from this class.
+    # The transformer blocks. In most models of transformers they derive from this class.
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
         fail(f"--model-name {args.model_name}: no transformer blocks were found in it")
@@ -220,8 +221,8 @@ def main(args):
         args.compile = device.type == "cuda"
     loss_fn = sum_cross_entropy
     if args.compile:
-        # In some models blocks differ, in a scale by depth for example, and each has its own code.
-        # By default no more than 8 pieces of code are made of a function.
+        # In some models blocks differ, in a scale by depth for example, and each has its own code,
+        # maybe for two sizes of micro-batches. By default a function is compiled at most 8 times.
         torch._dynamo.config.recompile_limit += 2 * len(blocks)
         for block in blocks:
             block.forward = compile_for_training(block.forward)
@@ -268,7 +269,7 @@ def main(args):
         args.lr = 2e-5 if weights else 2e-3
     if args.weight_decay is None:
         args.weight_decay = 0.01 if weights else 0.1
-    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # the share of the moments that a step keeps
+    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # decay rates of the moments in each step
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
@@ -288,11 +289,11 @@ def main(args):
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
-    # experiment. Everything else may change: hardware, other flags, and the stage, except for 06.
+    # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
     resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
     last_step = resumed["step"]
     if last_step >= total_steps and resumed["is_exported"]:
-        say(f"{run_dir} is finished: without final_model it would be exported again")
+        say(f"{run_dir} is finished: to export the model again, remove final_model")
         return
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
@@ -405,7 +406,7 @@ def main(args):
             }
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
-        optimizer.zero_grad()  # or the next step would add to the gradients; frees their memory
+        optimizer.zero_grad()  # otherwise the next step would add to these gradients
         log.lap("log")  # in the times of the next step, as those of this one are read already
 
         # Checkpoint: model and optimizer, and what else is needed to resume.
@@ -629,11 +630,11 @@ def sum_cross_entropy(logits, targets):
 
 
 def compile_for_training(forward):
-    """Returns a function that does what `forward` does, and where gradients are needed compiled.
+    """Returns a function that runs `forward`, compiled if gradients are enabled, else as it is.
 
-    Evaluation would need other code, and compiling that would take as long again. `dynamic=False`:
-    each batch size has its own code. Otherwise a smaller micro-batch would replace the code for the
-    full ones with slower code for all sizes."""
+    Without gradients it would need other code, and to compile that would take as long again.
+    `dynamic=False`: each batch size has its own code. Otherwise a smaller micro-batch would replace
+    the code for the full ones with slower code for all sizes."""
     compiled_forward = torch.compile(forward, dynamic=False)
 
     def forward_or_compiled(*args, **kwargs):
@@ -643,10 +644,10 @@ def compile_for_training(forward):
 
 
 def lr_factor(step, schedule, warmup_steps, total_steps):
-    """The learning rate of a step as a share of --lr. It depends on nothing else than the step.
+    """The learning rate of a step as a share of --lr. It needs no state of the steps before.
 
     Steps count from 1. The share rises in the steps of the warm-up, is 1 in the one after it, and
-    then falls. It would be 0 in step 0 and in the step after the last one."""
+    then falls. One step before the first and one step after the last it would be 0."""
     if step <= warmup_steps:
         return step / (warmup_steps + 1)
     if schedule == "constant":
@@ -661,7 +662,8 @@ def check_finite(step, metrics, scaler):
     """Ends the run if loss or gradient is not finite: its checkpoints would replace good ones."""
     loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
     # In fp16 the scaler finds such gradients, and skips the update.
-    if not math.isfinite(loss if scaler.is_enabled() else loss + grad_norm):
+    norm_is_fine = math.isfinite(grad_norm) or scaler.is_enabled()
+    if not (math.isfinite(loss) and norm_is_fine):
         fail(f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a lower --lr")
 
 
@@ -676,14 +678,13 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
     global_batch_size = batch_size * dist.get_world_size(group)
     for start in range(0, len(data), global_batch_size):
         batch = indices[start : start + global_batch_size]
-        micro_batches, count = make_micro_batches(data, batch, batch_size, device, group)
-        for input_ids, targets in micro_batches:
-            total += loss_sum(model, input_ids, targets, loss_fn)
+        [(input_ids, targets)], count = make_micro_batches(data, batch, batch_size, device, group)
+        total += loss_sum(model, input_ids, targets, loss_fn)
         num_targets += count
     model.reshard()  # the root module stays gathered until a backward pass, and here is none
     dist.all_reduce(total, group=group)
     dist.all_reduce(num_targets, group=group)
-    loss = (total.double() / num_targets).item()  # NaN if there is no target
+    loss = (total / num_targets).item()  # NaN if there is no target
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
@@ -691,7 +692,7 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
 def sample(model, row, num_tokens, tokenizer, device):
     """Returns a prompt, the beginning of a row of data, and what the model writes after it.
 
-    The prompt ends where an answer begins, or after 32 tokens in a row that is all text."""
+    The prompt ends where an answer begins or, if all of the row is text, after 32 tokens."""
     is_target = row.get("labels", row["input_ids"]) != -100
     answers = (is_target[1:] & ~is_target[:-1]).nonzero() + 1  # where they begin
     start = answers[0].item() if len(answers) else min(32, len(is_target) // 2)
@@ -755,6 +756,8 @@ def load_tokenizer(model_name, dataset_name):
     """The tokenizer of the model, or that of prepare.py, which may have added a chat template."""
     files = {path.name for path in Path(model_name).glob("[!.]*")}
     is_config_alone = files and files <= {"config.json", "generation_config.json"}
+    if is_config_alone:
+        say(f"{model_name} has no tokenizer: it gets that of tiny")
     if model_name == "tiny" or is_config_alone:
         tokenizer = tiny_tokenizer()
     else:
@@ -795,13 +798,13 @@ def load_pretrained(auto_class, name, **options):
 def load_data(args, config, tokenizer):
     """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
 
-    The latter are the split validation or test, or else the last 5% of the training data."""
+    To evaluate on: the split validation or test, or else the last 5% of the training data."""
     name, path = args.dataset_name, Path(args.dataset_name)
     longest = getattr(config, "max_position_embeddings", sys.maxsize)
     seq_length = args.seq_length or min(1024, longest, tokenizer.model_max_length)
     if name == "python-docs":
         datasets.disable_progress_bars()  # this takes only a second
-        splits = {"train": datasets.Dataset.from_dict({"text": list(topics.values())})}
+        splits = {"train": datasets.Dataset.from_dict({"text": python_docs()})}
     elif name == "dummy":
         tokens = np.random.default_rng(0).integers(config.vocab_size, size=(4096, seq_length))
         splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
@@ -813,7 +816,7 @@ def load_data(args, config, tokenizer):
         splits = datasets.load_dataset("text", data_files=glob.escape(name), **options)
     elif path.exists():
         advice = how_to_prepare(args, seq_length)
-        fail(f"--dataset-name {name}: of files, this reads .txt up to 50 MB only; {advice}")
+        fail(f"--dataset-name {name}: this is not a .txt file of up to 50 MB; {advice}")
     else:
         splits = datasets.load_dataset(name, args.dataset_subset)
 
@@ -842,6 +845,18 @@ def load_data(args, config, tokenizer):
     return train.select(range(num_train)), train.select(range(num_train, len(train)))
 
 
+def python_docs():
+    """The texts of the language reference that comes with Python.
+
+    Some contain others. A paragraph is used once, so that none is both trained on and held out."""
+    seen, texts = set(), []
+    for text in topics.values():
+        paragraphs = [part for part in text.split("\n\n") if part not in seen]
+        seen.update(paragraphs)
+        texts.append("\n\n".join(paragraphs))
+    return texts
+
+
 def how_to_prepare(args, seq_length):
     """The command of prepare.py that turns the data into rows of tokens."""
     out = f"prepared/{Path(args.dataset_name).stem}"
@@ -857,17 +872,20 @@ def how_to_prepare(args, seq_length):
 def pack(documents, column, tokenizer, seq_length):
     """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    Returns a data set with `input_ids`. The last tokens, which do not fill a sequence, are left
-    out. Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
+    Returns a data set with `input_ids`. A token attends to all before it in its sequence, also of
+    other texts. The last tokens, fewer than a sequence, are left out.
+    Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
     if "input_ids" in documents.column_names:
         return documents.with_format("torch")
-    rest = []  # of the texts before
+    tokens = []  # those that do not fill a sequence yet
 
     def cut(batch):
-        tokens = rest + [token for text in tokenize(batch[column], tokenizer) for token in text]
+        for text_tokens in tokenize(batch[column], tokenizer):
+            tokens.extend(text_tokens)
         end = len(tokens) // seq_length * seq_length
-        rest[:] = tokens[end:]
-        return {"input_ids": [tokens[i : i + seq_length] for i in range(0, end, seq_length)]}
+        sequences = [tokens[i : i + seq_length] for i in range(0, end, seq_length)]
+        del tokens[:end]
+        return {"input_ids": sequences}
 
     sequences = documents.map(
         cut, batched=True, batch_size=100, remove_columns=documents.column_names
@@ -877,19 +895,18 @@ def pack(documents, column, tokenizer, seq_length):
 
 def tokenize(texts, tokenizer):
     """Yields the tokens of each text, and after them the end-of-text token."""
-    # Some tokenizers begin each text with a special token.
-    first = tokenizer("a")["input_ids"][:1]
-    begin = first if first == [tokenizer.bos_token_id] else []
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if tokenizer("a")["input_ids"][0] != bos:
+        bos = None  # only some tokenizers begin each text with this token
     texts = [text or "" for text in texts]  # a value may be missing
     for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
         if not tokens:
             continue
         # A text that has these special tokens already does not get them twice.
-        if tokens[:1] != begin:
-            tokens = begin + tokens
-        if tokens[-1:] != end:
-            tokens = tokens + end
+        if bos is not None and tokens[0] != bos:
+            tokens = [bos, *tokens]
+        if eos is not None and tokens[-1] != eos:
+            tokens = [*tokens, eos]
         yield tokens
 
 
@@ -987,7 +1004,7 @@ def positive_float(text):
 
 
 def parse_args():
-    """Returns the flags of the command line. @FILE stands for flags in a file, one on each line."""
+    """Returns the flags of the command line. @FILE stands for a file with a --flag=value a line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags], see --help",
         fromfile_prefix_chars="@",
@@ -1029,7 +1046,7 @@ def parse_args():
     add("-s", "--seq-length", type=positive, help=length_help)
     add("-b", "--batch-size", type=positive, default=4, help="sequences of a micro-batch")
     add("--global-batch-size", type=positive, default=8, help="sequences of an optimizer step")
-    add("--eval-freq", type=int, default=0, help="steps between evaluations, 0: only at the end")
+    add("--eval-freq", type=positive, help="steps between evaluations, None: only at the end")
     add("--eval-sequences", type=positive, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization").add_argument

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import math
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -34,7 +36,7 @@ from bench_common import (
     torchrun,
     write_model,
 )
-from conftest import ROOT, metrics, save_tokenizer
+from conftest import ROOT, load, metrics, save_tokenizer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROUNDS = 3
@@ -784,39 +786,77 @@ def pytorch_betas(module, _):
     module.torch.optim.AdamW = lambda groups, lr, betas, **more: adamw(groups, lr, **more)
 
 
-# Sequences of a step and of a micro-batch, learning rate, weight decay, betas or PyTorch's.
+# The first run of the course, and what each of the others that were tried changes in it. All
+# but the second take about the same CPU time.
+FIRST_RUN = {"vocab_size": 1024, "tie_word_embeddings": True} | TINY | {"num_hidden_layers": 2}
+FIRST_RUN |= {"batch": 8, "lr": 2e-3, "epochs": 11, "decay": 0.1, "own_betas": True}
+DEEPER = {"num_hidden_layers": 3, "epochs": 8}
+BYTES = {"vocab_size": 257, "tie_word_embeddings": False, "num_hidden_layers": 3, "epochs": 3}
 FIRST_RUNS = [
-    (32, 8, 1e-3, 0.01, False),
-    (32, 8, 2e-3, 0.1, True),
-    (16, 4, 1e-3, 0.1, True),
-    (16, 4, 2e-3, 0.1, True),
-    (16, 4, 4e-3, 0.1, True),
-    (16, 4, 2e-3, 0.01, False),
-    (16, 8, 2e-3, 0.1, True),
-    (8, 4, 2e-3, 0.1, True),
-    (8, 4, 4e-3, 0.1, True),
+    DEEPER,
+    DEEPER | {"epochs": 3},
+    BYTES,
+    BYTES | {"batch": 16},
+    {},
+    DEEPER | {"tie_word_embeddings": False},
+    DEEPER | {"vocab_size": 512, "epochs": 6},
+    DEEPER | {"vocab_size": 2048, "epochs": 9},
+    DEEPER | {"batch": 16},
+    DEEPER | {"lr": 4e-3},
+    DEEPER | {"decay": 0.01, "own_betas": False},
 ]
 
 
 def defaults():
-    """The first run of the course with other defaults: three epochs on one core."""
+    """The first run of the course with other models, batches and rates, on one core."""
     rows = []
-    for size, part, lr, decay, own_betas in FIRST_RUNS:
-        flags = ["--global-batch-size", size, "-b", part, "--lr", lr, "--weight-decay", decay]
+    for changes in FIRST_RUNS:
+        how = FIRST_RUN | changes
         with tempfile.TemporaryDirectory() as folder:
-            flags += ["-e", "run", "--save-dir", folder]
-            patch = None if own_betas else "pytorch_betas"
-            command = torchrun(["--standalone"], STAGE_01, patch, flags)
-            begin = time.perf_counter()
-            subprocess.run(command, env=environment(), check=True, capture_output=True)
-            seconds = time.perf_counter() - begin
-            lines = metrics(Path(folder, "run"))
-        last = max(lines)
-        betas = "0.9, 0.95" if own_betas else "0.9, 0.999"
-        row = [f"{size} = {size // part} · {part}", f"{lr:g}", decay, betas, last]
-        rows.append([*row, f"{seconds:.0f}", f"{lines[last]['eval/loss']:.3f}"])
-    head = ["sequences of a step", "learning rate", "weight decay", "betas", "steps", "seconds"]
-    report("defaults", [*head, "eval/loss"], rows)
+            results = first_run(Path(folder), **how)
+        row = [how[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")]
+        row += ["yes" if how["tie_word_embeddings"] else "no", how["batch"], f"{how['lr']:g}"]
+        row += [how["decay"], "0.9, 0.95" if how["own_betas"] else "0.9, 0.999", how["epochs"]]
+        rows.append([*row, *results])
+        print(rows[-1], flush=True)
+    head = ["vocabulary", "hidden", "layers", "tied", "sequences of a step", "learning rate"]
+    head += ["weight decay", "betas", "epochs", "steps", "parameters", "CPU seconds"]
+    report("defaults", [*head, "eval/loss", "bits a byte"], rows)
+
+
+def first_run(folder, vocab_size, batch, lr, epochs, decay, own_betas, **sizes):
+    """Stage 01 on its default data, with a tokenizer that was trained on them.
+
+    Returns steps, parameters, CPU seconds, the last eval/loss, and the bits of a held-out byte."""
+    module = load(STAGE_01)
+    alphabet = module.load_tokenizer("tiny", "")
+    tokenizer = alphabet.train_new_from_iterator(topics.values(), vocab_size)
+    tokenizer.save_pretrained(folder)
+    sizes["num_attention_heads"] = sizes["hidden_size"] // 32
+    write_model(folder, vocab_size=math.ceil(vocab_size / 128) * 128, **sizes)
+    flags = ["-m", folder, "--from-scratch", "-s", 256, "--global-batch-size", batch, "--lr", lr]
+    flags += ["--num-epochs", epochs, "--weight-decay", decay, "-e", "run", "--save-dir", folder]
+    command = [sys.executable, ROOT / STAGE_01 / "train-llm.py", *flags]
+    if not own_betas:
+        command = torchrun(["--standalone"], STAGE_01, "pytorch_betas", flags)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run(
+        map(str, command), env=environment(), check=True, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    lines = metrics(folder / "run")
+    loss = lines[max(lines)]["eval/loss"]
+
+    # A target is longer in a larger vocabulary. So losses are compared for a byte of text.
+    rows = [row["input_ids"] for row in module.join_and_cut(topics.values(), tokenizer, 256)]
+    targets = [row[1:] for row in rows[-math.ceil(len(rows) / 20) :]]
+    texts = tokenizer.batch_decode(targets, skip_special_tokens=True)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    bits = loss / math.log(2) * sum(map(len, targets)) / num_bytes
+    parameters = run.stdout.split(" parameters, ")[0].split()[-1]
+    print(run.stdout[run.stdout.index("\nprompt, ") :], flush=True)
+    return max(lines), parameters, f"{seconds:.0f}", f"{loss:.3f}", f"{bits:.3f}"
 
 
 PATCHES = {"peaks": peaks, "watched": watched, "stalls": stalls, "pytorch_betas": pytorch_betas}

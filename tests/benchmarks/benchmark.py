@@ -4,7 +4,7 @@ on one machine, contenders in turn.
 
     python tests/benchmarks/benchmark.py COMMAND
 
-    defaults    the first run with other batches, rates, decays and betas
+    defaults    the first run with other models, batches, rates and tokenizers
     single      stage 01 against a bare loop and transformers.Trainer
     scaling     stages 02 and 03 against two of stage 01, and accelerate
     memory      state of a rank in stages 02 and 03

@@ -211,16 +211,30 @@ def packed(texts, seq_length):
     """Texts as tokens of tiny, an end of text behind each, cut to `seq_length`: what the scripts
     should read."""
     tokens = []
-    for text in texts:
+    for text in filter(None, texts):
         tokens += [*default_tokenizer().encode(text).ids, 0]
     ends = range(seq_length, len(tokens) + 1, seq_length)
     return [tokens[end - seq_length : end] for end in ends]
 
 
+def default_texts():
+    """The texts of the default data: of paragraphs that are in several texts, the first. They are
+    those of this Python."""
+    texts = [text.split("\n\n") for text in topics.values()]
+    first_text = {}
+    for number, paragraphs in enumerate(texts):
+        for paragraph in paragraphs:
+            first_text.setdefault(paragraph, number)
+    return [
+        "\n\n".join(p for p in dict.fromkeys(paragraphs) if first_text[p] == number)
+        for number, paragraphs in enumerate(texts)
+    ]
+
+
 def default_sequences(seq_length):
     """The sequences of the default data, those to train on and those held out, made without the
-    scripts. The text is that of this Python."""
-    sequences = torch.tensor(packed(topics.values(), seq_length))
+    scripts."""
+    sequences = torch.tensor(packed(default_texts(), seq_length))
     num_held_out = math.ceil(len(sequences) / 20)
     return sequences.split([len(sequences) - num_held_out, num_held_out])
 

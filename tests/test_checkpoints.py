@@ -307,6 +307,21 @@ def test_a_finished_run_changes_nothing(copy):
 
 
 @pytest.mark.law4
+def test_an_export_of_an_earlier_end_is_not_taken_for_that_of_a_later_one(copy):
+    """A finished run goes on for two steps, and is killed before it exports its model again."""
+    weights = copy / "a" / "final_model" / "model.safetensors"
+    earlier = weights.read_bytes()
+    flags = (*SAVING, *named(copy), "--max-steps", "14")
+    kill = strike("kill open final_model.tmp/config.json 1")
+    assert run("01-single-gpu", 1, *flags, check=False, **kill).returncode != 0
+    assert (copy / "a" / "step-00000014").exists()
+    assert weights.read_bytes() == earlier
+    assert "is finished" not in run("01-single-gpu", 1, *flags).out
+    assert weights.read_bytes() != earlier
+    assert "is finished" in run("01-single-gpu", 1, *flags).out
+
+
+@pytest.mark.law4
 def test_flags_that_change_are_said(copy):
     """A run may go on with more steps, another rate and other hardware. It says what changed."""
     flags = (*SAVING, *named(copy), "--max-steps", "14", "--lr", "5e-4", "-b", "2")

@@ -167,6 +167,8 @@ def main(args):
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
+    if args.num_epochs is None:
+        args.num_epochs = 3 if weights else 10
     steps_per_epoch = len(train_data) // args.global_batch_size
     total_steps = args.num_epochs * steps_per_epoch
     if args.max_steps:
@@ -703,8 +705,8 @@ def sample(model, row, num_tokens, tokenizer, device):
     for i in range(start, tokens.shape[1]):
         # What is not written yet is 0. It makes no difference, because attention is causal.
         logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
-        # The temperature, 0.8: below 1 it makes likely tokens likelier.
-        probabilities = (logits.float().cpu() / 0.8).softmax(0)
+        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
     model.reshard()  # as in `evaluate`
 
@@ -1050,7 +1052,8 @@ def parse_args():
     add("--eval-sequences", type=positive, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--num-epochs", type=positive, default=3, help="passes over the training data")
+    epochs_help = "passes over the training data, None: 10, or 3 with loaded weights"
+    add("--num-epochs", type=positive, help=epochs_help)
     add("--max-steps", type=positive, help="end the run here, None: after --num-epochs")
     add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
     schedules = ("cosine", "linear", "constant")

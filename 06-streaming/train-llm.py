@@ -797,8 +797,8 @@ def sample(model, row, num_tokens, tokenizer, device):
     for i in range(start, tokens.shape[1]):
         # What is not written yet is 0. It makes no difference, because attention is causal.
         logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
-        # The temperature, 0.8: below 1 it makes likely tokens likelier.
-        probabilities = (logits.float().cpu() / 0.8).softmax(0)
+        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
     model.reshard()  # as in `evaluate`
 
@@ -1198,7 +1198,7 @@ def parse_args():
     add("--eval-sequences", type=positive, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization").add_argument
-    add("--max-steps", type=positive, default=300, help="end the run here")
+    add("--max-steps", type=positive, default=600, help="end the run here")
     add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
     schedules = ("cosine", "linear", "constant")
     add("--lr-scheduler", choices=schedules, default="cosine", help="after the warm-up")

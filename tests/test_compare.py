@@ -81,9 +81,7 @@ def test_comet_shows_the_runs_together(two_runs, tmp_path):
     """One link for runs that were logged online, one command for those that were not."""
     for run, key in zip(two_runs, "ab", strict=True):
         (run / "comet").mkdir()
-        (run / "comet.txt").write_text(
-            f"https://www.comet.com/me/train-llm/{key * 32}\n"
-        )
+        (run / "comet.txt").write_text(f"https://www.comet.com/me/train-llm/{key * 32}\n")
     result = compare(*two_runs, "--picture", tmp_path / "p.svg")
     keys = f"{'a' * 32},{'b' * 32}"
     assert "https://www.comet.com/me/train-llm/compare?" in result.stdout

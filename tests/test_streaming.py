@@ -263,7 +263,9 @@ def test_a_token_that_the_model_lacks_is_shown_in_its_text():
     streams.sequences = {0: iter([(tokenizer("one <image> of them")["input_ids"], None)])}
     with pytest.raises(SystemExit) as stop:
         streams.next_batch()
-    assert f"a text has the token {vocab_size}, the model has those below {vocab_size}" in str(stop.value.code)
+    assert f"a text has the token {vocab_size}, the model has those below {vocab_size}" in str(
+        stop.value.code
+    )
     assert "'one <image> of them'" in str(stop.value.code)
 
 

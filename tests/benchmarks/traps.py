@@ -190,7 +190,7 @@ def initialisation():
     Those are PyTorch's defaults, not the architecture's. Modules without the method (RMSNorm,
     rotary embeddings, GPT-2's Conv1D) keep what stood in the memory: zeros where it is fresh. The
     numbers of such memory are filled in here, so that they repeat. The first loss is near ln 1024 =
-    6.93 whatever is wrong, and this small model even learns faster from PyTorch's defaults: a loss
+    6.93 whatever is wrong, and this small model learns as fast from PyTorch's defaults: a loss
     proves nothing. inv_freq stands in no state dict, so it is wrong after a load of weights too. In
     transformers 5 the truth is in `init_weights()`. Sources: transformers#42309,
     torchtitan#3775."""
@@ -209,7 +209,7 @@ def initialisation():
             ways += ["reset, memory of normal numbers", "reset, norms and inv_freq set by hand"]
         ways += ["`model.init_weights()`"]
         if name == "Llama":
-            ways += ["trained for 150 steps", "its weights, loaded after `to_empty`"]
+            ways += ["trained for 400 steps", "its weights, loaded after `to_empty`"]
         for way in ways:
             torch.manual_seed(0)
             with torch.device("meta"):
@@ -232,7 +232,7 @@ def initialisation():
                 model.init_weights()
             if way.startswith("trained"):
                 model = stage.load_model(config, None, "auto", 0)
-                fit(model, adamw(model), 0, 150)
+                fit(model, adamw(model), 0, 400)
                 trained = copy.deepcopy(model.state_dict())
             if way.startswith("its weights"):
                 model.load_state_dict(trained)

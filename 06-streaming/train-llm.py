@@ -1068,6 +1068,9 @@ def check_data(args, config, documents, eval_data):
     names. So it holds the config and a checksum of the tokens, under the names of the flags that
     they belong to. The documents to train on are not read yet, so of these only the number of files
     is compared."""
+    if len(eval_data) == 0:
+        fail(f"--seq-length {args.seq_length}: the documents held out do not fill a sequence")
+
     crc = 0
     batches = [data.with_format("numpy").iter(batch_size=1000) for data in (eval_data,)]
     for rows in itertools.chain(*batches):

@@ -5,7 +5,7 @@ from conftest import STAGES, exact, mutant, run
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 SIZES = {
-    "vocab_size": 384,
+    "vocab_size": 1024,
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 6,
@@ -18,9 +18,9 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES),
     "gemma3": Gemma3TextConfig(**SIZES, sliding_window=16),
-    "gpt2": GPT2Config(vocab_size=384, n_embd=16, n_layer=6, n_head=2, n_positions=64),
+    "gpt2": GPT2Config(vocab_size=1024, n_embd=16, n_layer=6, n_head=2, n_positions=64),
     "gpt2 with a scale by depth": GPT2Config(
-        vocab_size=384,
+        vocab_size=1024,
         n_embd=16,
         n_layer=10,
         n_head=2,
@@ -32,6 +32,7 @@ CONFIGS = {
 KINDS = {"llama": 1, "qwen3": 1, "gemma3": 2, "gpt2": 1, "gpt2 with a scale by depth": 10}
 # Micro-batches of 3, 3 and 2 sequences, and evaluation between the steps.
 UNEVEN = ("-s", "32", "--global-batch-size", "8", "-b", "3", "--max-steps", "4", "--eval-freq", "2")
+UNEVEN += ("--eval-sequences", "8")
 # PyTorch hands the compiler one graph after the other. This one counts them and compiles nothing,
 # which takes seconds.
 COMPILER = """
@@ -45,7 +46,7 @@ def count_graph(graph, inputs):
 
 """
 BEGIN = "@record  # torchrun"
-LAST_LINE = "    log.sample(tokenizer"
+LAST_LINE = '    say(f"what the model writes'
 
 
 def counting(folder, stage, *edits):
@@ -148,6 +149,15 @@ def test_no_step_waits_for_the_device(stage, tmp_path):
 def test_the_count_sees_what_transformers_does_by_default(tmp_path):
     edits = [(PATCH, MODE), *WATCHED[1:]]
     assert number_of_waits("01-single-gpu", 1, mutant(tmp_path, "01-single-gpu", *edits)) > 0
+
+
+def test_transformers_asks_the_function_that_the_scripts_replace(tmp_path):
+    """Under another name, the scripts would replace nothing, and the steps would wait again."""
+    name = PATCH.split(" = ")[0]  # a line of its own: an error if there is none
+    edits = [(PATCH, f'{name}\n{name} = lambda position_ids: print("asked")\n')]
+    few = ("-s", "32", "--global-batch-size", "4", "--max-steps", "1", "--eval-sequences", "1")
+    path = mutant(tmp_path, "01-single-gpu", *edits)
+    assert "asked\n" in run("01-single-gpu", 1, *few, path=path).out
 
 
 PEAK = "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024"

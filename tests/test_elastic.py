@@ -7,12 +7,14 @@ import time
 import zipfile
 
 import pytest
+import scale
 from conftest import (
     FAULTS,
     end,
     environment,
     finish,
     fork,
+    load,
     metrics,
     mount_small_disk,
     same_bits,
@@ -247,8 +249,11 @@ def test_a_folder_that_nodes_do_not_share(tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_beside_the_steps(curve, tmp_path):
-    """The thread meets it, or what writes the log. The checkpoint before is intact."""
-    mount_small_disk(tmp_path / "disk", 20)
+    """It has room for two checkpoints and a half. The thread meets that, or what writes the log.
+    The second one is intact."""
+    config, _ = load("05-multinode").load_config("tiny", False)
+    checkpoint = 12 * scale.parameters(config)[0] / 2**20  # fp32, with two moments
+    mount_small_disk(tmp_path / "disk", round(2.5 * checkpoint))
     try:
         with job(tmp_path, processes=2, NNODES="1", MAX_RESTARTS="0") as start_node:
             flags = (*named(tmp_path / "disk"), "--keep-checkpoints", "5", "--shard-size", "1")

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 SIZES = {
-    "vocab_size": 389,  # rows that no number of ranks divides
+    "vocab_size": 1031,  # rows that no number of ranks divides
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -21,7 +21,7 @@ SIZES = {
 }
 MODELS = {
     "llama-tied": ("llama", {**SIZES, "tie_word_embeddings": True}),
-    "gpt2": ("gpt2", {"vocab_size": 389, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "gpt2": ("gpt2", {"vocab_size": 1031, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "gpt_neox": ("gpt_neox", {key: SIZES[key] for key in SIZES if "_dim" not in key}),
     # In files an expert is three matrices, in the model two parameters hold those of all experts.
     "mixtral": ("mixtral", {**SIZES, "num_local_experts": 4}),
@@ -31,11 +31,11 @@ MODELS = {
     ),
     "gemma2": ("gemma2", SIZES),
     "gemma3_text": ("gemma3_text", SIZES),
-    "bloom": ("bloom", {"vocab_size": 389, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "bloom": ("bloom", {"vocab_size": 1031, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "opt": (
         "opt",
         {
-            "vocab_size": 389,
+            "vocab_size": 1031,
             "hidden_size": 32,
             "ffn_dim": 48,
             "num_hidden_layers": 2,

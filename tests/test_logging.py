@@ -10,6 +10,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
+import scale
 import torch
 import transformers
 from comet_server import CometServer
@@ -149,26 +150,20 @@ def test_comet_holds_every_metric_and_parameter(offline):
     assert parameters["lr"] == 2e-3
     assert parameters["max_steps"] == 6
     assert parameters["total_steps"] == 6
-    assert parameters["parameters"] == 664448
+    config, _ = load("01-single-gpu").load_config("tiny", False)
+    assert parameters["parameters"] == scale.parameters(config)[0]
     assert parameters["world_size"] == 2
-    assert parameters["stage"] == "03-fsdp"
-    assert parameters["torch"] == torch.__version__
     assert not any("key" in name.lower() for name in parameters)
 
 
 def test_tensorboard_holds_the_same_names(offline):
-    """In a folder called as the stage, which TensorBoard shows. Command and sample are texts."""
+    """In a folder called as the stage, which TensorBoard shows."""
     [folder] = (offline / "tensorboard").iterdir()
     assert folder.name == "03-fsdp"
     board = EventAccumulator(str(folder)).Reload()
     lines = metrics(offline)
     names = {name for line in lines.values() for name in line} - {"step"}
     assert set(board.Tags()["scalars"]) == names
-    [command] = board.Tensors("command/text_summary")
-    assert b"-e a --save-dir" in command.tensor_proto.string_val[0]
-    [text] = board.Tensors("sample/text_summary")
-    assert b"what the model writes after it" in text.tensor_proto.string_val[0]
-    assert text.step == 6
     losses = {event.step: event.value for event in board.Scalars("train/loss")}
     expected = {step: line["train/loss"] for step, line in lines.items() if "train/loss" in line}
     assert losses == pytest.approx(expected)
@@ -192,8 +187,8 @@ def online(server, *flags, **more):
 
 
 def test_a_run_online(tmp_path):
-    """A server on this machine gets tags, resolved parameters, metrics, the sample, the load of the
-    machine. A resumed run continues its experiment. The key stands nowhere."""
+    """A server on this machine gets tags, resolved parameters, metrics, the load of the machine. A
+    resumed run continues its experiment. The key stands nowhere."""
     flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--log-freq", "1")
     with CometServer() as server:
         first = online(server, *flags, "--max-steps", "3")
@@ -205,7 +200,8 @@ def test_a_run_online(tmp_path):
     assert experiment.name == "a"
     assert experiment.project == "train-llm"
     assert {"01-single-gpu", "tiny", "python-docs"} <= set(experiment.tags)
-    expected = {"stage": "01-single-gpu", "device": "cpu", "dtype": "fp32", "attn": "sdpa"}
+    expected = {"world_size": "1", "device": "cpu", "dtype": "fp32", "attn": "sdpa"}
+    expected |= {"total_steps": "5", "device_name": "CPU", "export_dtype": "fp32"}
     expected |= {"warmup_steps": "0", "max_steps": "5", "compile": "False", "lr": "0.0001"}
     parameters = {name: str(value) for name, value in experiment.parameters.items()}
     assert {name: parameters[name] for name in expected} == expected
@@ -214,11 +210,9 @@ def test_a_run_online(tmp_path):
         for name, value in line.items():
             assert name == "step" or experiment.metrics[name, step] == pytest.approx(value)
     assert "step" not in {name for name, _ in experiment.metrics}
-    assert len(experiment.texts) == 2
-    assert all("what the model writes after it" in text for text in experiment.texts)
     assert any(name.startswith("sys.") for name in experiment.system)
 
-    address = (tmp_path / "a" / "comet" / "address.txt").read_text().strip()
+    address = (tmp_path / "a" / "comet.txt").read_text().strip()
     assert address == experiment.url
     for result in (first, second):
         assert f"the run on Comet: {address}" in result.out

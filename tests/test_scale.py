@@ -23,7 +23,7 @@ SHAPES = [
 def llama(shape, layers):
     hidden, heads, kv, width = shape
     sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv}
-    sizes |= {"intermediate_size": width, "num_hidden_layers": layers, "vocab_size": 384}
+    sizes |= {"intermediate_size": width, "num_hidden_layers": layers, "vocab_size": 1024}
     return transformers.LlamaConfig(**sizes, max_position_embeddings=256)
 
 
@@ -55,7 +55,7 @@ def kept_bytes(config, batch, length):
             kept[storage.data_ptr()] = storage  # held, so that no other takes its place
         return tensor
 
-    ids = torch.randint(0, 384, (batch, length))
+    ids = torch.randint(0, config.vocab_size, (batch, length))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         _output = model.model(input_ids=ids, use_cache=False).last_hidden_state
     return sum(storage.nbytes() for storage in kept.values())
@@ -87,7 +87,7 @@ def test_what_autograd_keeps_of_a_block(name, compiled):
     if compiled and not shutil.which("g++"):
         pytest.skip("to compile on a CPU needs a compiler (Debian: apt-get install g++)")
     sizes = {"hidden_size": 128, "intermediate_size": 320, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 384}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1024}
     stage, ids, kept = load("01-single-gpu"), torch.zeros(2, 256, dtype=torch.int64), []
     for layers in (1, 2):
         config = transformers.AutoConfig.for_model(name, num_hidden_layers=layers, **sizes)

@@ -18,12 +18,14 @@ from conftest import (
     TEST_MODULES,
     assert_same_curve,
     data_args,
+    default_tokenizer,
     end,
     environment,
     finish,
     fork,
     load,
     metrics,
+    packed,
     run,
 )
 
@@ -107,11 +109,8 @@ def drawn(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokens_of():
-    """Tokens of a document, an end of text behind them, made without a tokenizer."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    number = {letter: 1 + i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
-    return lambda text: [number["Ġ" if letter == " " else letter] for letter in text] + [0]
+    """Tokens of a document, an end of text behind them, made without the scripts."""
+    return lambda text: [*default_tokenizer().encode(text).ids, 0]
 
 
 @pytest.mark.law1
@@ -151,17 +150,19 @@ def test_a_streamed_run_is_the_same_on_any_number_of_processes(tmp_path):
     assert one[24]["eval/loss"] == pytest.approx(many[24]["eval/loss"], rel=1e-5)
     assert one[24]["train/epoch"] == many[24]["train/epoch"] > 0
     # The other stages read other sequences. They refuse its checkpoint, and it refuses theirs.
-    same = ("-e", "a", "--save-dir", tmp_path / "many", *SMALL, *data, "--max-steps", "30")
+    crc = "--dataset-name (CRC-32 of its tokens) is "
+    same = ("-e", "a", "--save-dir", tmp_path / "many", *SMALL, "--max-steps", "30")
     refused = run("05-multinode", 1, *same, check=False)
-    assert "--dataset-name (CRC-32 of its tokens) is " in refused.errors[0]
-    other = ("-e", "a", "--save-dir", tmp_path / "other", *SMALL, *data, "--max-steps", "2")
+    assert crc in refused.errors[0]
+    other = ("-e", "a", "--save-dir", tmp_path / "other", *SMALL, "--max-steps", "2")
     run("05-multinode", 1, *other)
     refused = run(STAGE, 1, *other, check=False)
-    assert "--dataset-name (its number of files) is 3, but None" in refused.errors[0]
+    assert re.search(r"is \[\d+, 'held out', 8, 'files'\], but \d+ in the run", refused.errors[0])
     # Other files would be dealt to the streams in another way.
     (tmp_path / "data" / "003.jsonl").write_text('{"text": "one more"}\n')
     refused = stream(1, tmp_path / "many", *data, check=False)
-    assert "--dataset-name (its number of files) is 4, but 3" in refused.errors[0]
+    assert crc in refused.errors[0]
+    assert re.search(r", 4, 'files'\], but \[\d+, 'held out', 3, 'files'\]", refused.errors[0])
 
 
 @pytest.mark.slow
@@ -182,12 +183,10 @@ def test_kinds_of_files(kind, tmp_path):
         (path / "validation.jsonl").write_text("".join(lines[70:]))
     out = stream(1, tmp_path / "one", "-d", path, "--max-steps", "4").out
     held_out = int(re.search(r"and (\d+) held out", out)[1])
-    num_texts = (
-        texts[70:]
-        if kind == "validation"
-        else [text for text in texts if zlib.crc32(text.encode()) % 20 == 0]
-    )
-    assert held_out == min(8, sum(len(text) + 1 for text in num_texts) // 64)
+    expected_texts = texts[70:]
+    if kind != "validation":
+        expected_texts = [text for text in texts if zlib.crc32(text.encode()) % 20 == 0]
+    assert held_out == min(8, len(packed(filter(None, expected_texts), 64))) > 0
     stream(2, tmp_path / "two", "-d", path, "--max-steps", "4")
     assert_same_curve(metrics(tmp_path / "one" / "a"), metrics(tmp_path / "two" / "a"), range(1, 5))
 
@@ -256,26 +255,18 @@ def test_a_file_without_documents_is_no_part_of_a_stream(ending, tmp_path):
 def test_a_token_that_the_model_lacks_is_shown_in_its_text():
     stage = load(STAGE)
     tokenizer = stage.load_tokenizer("tiny", "")
+    vocab_size = len(tokenizer)
     tokenizer.add_tokens(["<image>"])
     streams = stage.Streams.__new__(stage.Streams)
-    streams.tokenizer, streams.vocab_size, streams.count = tokenizer, 257, 1
+    streams.tokenizer, streams.vocab_size, streams.count = tokenizer, vocab_size, 1
     streams.positions = {}
     streams.sequences = {0: iter([(tokenizer("one <image> of them")["input_ids"], None)])}
     with pytest.raises(SystemExit) as stop:
         streams.next_batch()
-    assert "a text has the token 257" in str(stop.value.code)
+    assert f"a text has the token {vocab_size}, the model has those below {vocab_size}" in str(
+        stop.value.code
+    )
     assert "'one <image> of them'" in str(stop.value.code)
-
-
-def test_a_long_document_is_tokenized_in_pieces(monkeypatch):
-    """Without a trace of it: the sequences are those of the whole document."""
-    stage = load(STAGE)
-    tokenizer = stage.load_tokenizer("tiny", "")
-    text = "\n".join(f"line {i}" for i in range(5000)) + "x" * 9000
-    monkeypatch.setattr(stage, "PIECE_LENGTH", 1000)
-    pieces = list(stage.tokenize([text], tokenizer))
-    assert sum(pieces, []) == tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
-    assert len(pieces) > 40 and max(map(len, pieces)) < 5000
 
 
 def python(code):
@@ -291,29 +282,29 @@ def python(code):
 
 
 BAD = {
-    "no text": (("-d", "numbers.jsonl"), "no column is called text: choose one of number"),
-    "no texts": (("-d", "numbers.jsonl", "--text-column", "number"), "it was read as Value"),
-    "one document": (("-d", "one.txt"), "one.txt: too few documents to evaluate on; cut a text"),
-    "empty texts": (("-d", "empty.jsonl"), "empty.jsonl: 8 streams need more documents; cut"),
-    "few documents": (("-d", "few.jsonl"), "few.jsonl: 8 streams need more documents; cut"),
+    "no text": ("numbers.jsonl", "it has number: choose a column of texts with --text-column"),
+    "one document": ("one.txt", "one.txt: too few documents to evaluate on; cut a text"),
+    "little text": ("little.jsonl", "the documents held out do not fill a sequence"),
+    "empty texts": ("empty.jsonl", "empty.jsonl: 8 streams need more documents; cut"),
+    "few documents": ("few.jsonl", "few.jsonl: 8 streams need more documents; cut"),
 }
 
 
 @pytest.mark.law5
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case, tmp_path):
-    flags, line = BAD[case]
+    name, line = BAD[case]
     (tmp_path / "one.txt").write_text("many " * 1000)
     (tmp_path / "numbers.jsonl").write_text("".join(f'{{"number": {i}}}\n' for i in range(50)))
     # Of these some are held out, and others are for some of the streams only.
     rows = [json.dumps({"text": f"document {i} " * 20}) for i in range(40)]
     held_out = [row for row in rows if zlib.crc32(json.loads(row)["text"].encode()) % 20 == 0]
+    short = [json.dumps({"text": f"text {i}"}) for i in range(200)]
+    (tmp_path / "little.jsonl").write_text("\n".join(short) + "\n")
     (tmp_path / "few.jsonl").write_text("\n".join(held_out + rows[:3]) + "\n")
     empty = [json.dumps({"text": ""})] * 99
     (tmp_path / "empty.jsonl").write_text("\n".join(held_out + rows[:3] + empty) + "\n")
-    result = stream(
-        1, tmp_path, "-d", tmp_path / flags[1], *flags[2:], "--max-steps", 3, check=False
-    )
+    result = stream(1, tmp_path, "-d", tmp_path / name, "--max-steps", 3, check=False)
     assert result.returncode != 0
     assert len(result.errors) == 1
     assert line in result.errors[0]
@@ -338,8 +329,8 @@ stage = load("06-streaming")
 dist.init_process_group("gloo", init_method="file://{tmp_path}/{name}", rank=0, world_size=1)
 data = datasets.load_dataset("json", data_files="{path}", streaming=True, split="train")
 args = SimpleNamespace(global_batch_size=1, seq_length=256, text_column="text")
-stage.tokenize = lambda texts, tokenizer: [[*range(256)]]
-streams = stage.Streams(data, None, args, 384, None)
+stage.tokenize = lambda texts, tokenizer: iter([[*range(256)]])
+streams = stage.Streams(data, None, args, 256, None)
 for _ in range({count}):
     streams.next_batch()
 print(streams.epoch())

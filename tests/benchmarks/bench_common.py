@@ -32,7 +32,9 @@ def machine():
 
 
 def write_model(folder, **sizes):
-    """A config alone, a Llama's unless `sizes` name another, for --from-scratch."""
+    """A config alone, a Llama's unless `sizes` name another, for --from-scratch.
+
+    By default its vocabulary is for `-d dummy`. The tokens of texts are those of tiny, 1024."""
     config = {"model_type": "llama", "vocab_size": 384, "max_position_embeddings": 256}
     config |= {"bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 4} | sizes
     folder.mkdir(parents=True, exist_ok=True)

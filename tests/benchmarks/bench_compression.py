@@ -77,7 +77,7 @@ PATCHES = {"silent": silent, "powersgd": power_sgd, "fp16": fp16_hook}
 def small_steps(folder, steps):
     """Flags of a run of many parameters on few tokens: the link is measured and not the CPU."""
     sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
-    flags = ["-m", write_model(Path(folder), **sizes), "--from-scratch"]
+    flags = ["-m", write_model(Path(folder), **sizes), "--from-scratch", "-d", "dummy"]
     flags += ["-s", 64, "--global-batch-size", 8, "-b", 4]
     flags += ["--max-steps", steps, "--eval-sequences", 1, "--log-freq", 1, "--ckpt-freq", 10**9]
     return [*flags, "--device", "cpu"]
@@ -224,7 +224,7 @@ def train(mode, seed, lr):
     compression = MODES[mode][0]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
-        model = write_model(Path(folder, "model"), **sizes)
+        model = write_model(Path(folder, "model"), vocab_size=1024, **sizes)
         flags = ["-m", model, "--from-scratch", "-s", 64, "--global-batch-size", 8, "-b", 2]
         flags += ["--max-steps", 600, "--eval-sequences", 512, "--dtype", "fp32"]
         flags += [

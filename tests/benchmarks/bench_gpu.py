@@ -168,9 +168,9 @@ def measure(name, runs, processes, on_one=()):
 
 
 def unsaved(module, _):
-    """Does not save 20 GB in each run, nor write a sample."""
+    """Does not save 20 GB in each run, nor sample a text."""
     module.save_checkpoint = module.save_final_model = lambda *_: None
-    module.sample = lambda model, tokens, *_: tokens
+    module.sample = lambda *_: ("", "")
 
 
 def profiled(module, path):

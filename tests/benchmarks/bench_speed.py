@@ -54,6 +54,7 @@ QWEN_06B |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 GIGABYTE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
 GIGABYTE |= {"num_attention_heads": 16, "vocab_size": 32000}
 TINY = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
+TINY |= {"vocab_size": 1024, "tie_word_embeddings": True}
 # Name: sizes, sequence length, micro-batch, global batch, steps, of which to warm up.
 MODELS = {
     "tiny, 0.7 M": (TINY, 256, 4, 16, 60, 20),
@@ -68,10 +69,11 @@ if GPU:
     }
 
 
-def setting(folder, name):
+def setting(folder, name, **more):
     """A model of the table above as what peers.py takes."""
     sizes, seq_length, batch_size, global_batch_size, steps, warm = MODELS[name]
-    model = write_model(Path(folder, "model"), **{"max_position_embeddings": 4096} | sizes)
+    sizes = {"max_position_embeddings": 4096} | sizes | more
+    model = write_model(Path(folder, "model"), **sizes)
     how = {"model": str(model), "seq_length": seq_length, "batch_size": batch_size}
     return how | {"global_batch_size": global_batch_size, "steps": steps, "warm": warm}
 
@@ -320,23 +322,24 @@ def scaling():
 
 def streaming():
     """Two processes: stage 06, which tokenizes during the steps, against stage 05, which has done
-    so before the first one. The documents of both are the paragraphs of the default data, in as
-    many files as there are streams, or in one, of which each stream reads all."""
+    so before the first one. The documents of 06 are the paragraphs of the default data, in as many
+    files as there are streams, or in one, of which each stream reads all. 05 has the same text."""
     rows = []
     paragraphs = [part for text in topics.values() for part in text.split("\n\n")]
     lines = [json.dumps({"text": text}) + "\n" for text in paragraphs]
     settings = [("tiny, 0.7 M", 16), ("tiny, 0.7 M", 1), ("Llama, 25 M", 16)]
     for name, num_files in settings if not GPU else [(name, 16) for name in MODELS]:
         with tempfile.TemporaryDirectory() as folder:
-            how = setting(folder, name)
+            how = setting(folder, name) if GPU else setting(folder, name, vocab_size=1024)
             how["steps"] *= 2
+            text, files = Path(folder, "data.txt"), Path(folder, "data")
+            text.write_text("\n\n".join(paragraphs * 8))
+            files.mkdir()
             for i in range(num_files):
-                Path(folder, "data").mkdir(exist_ok=True)
-                Path(folder, "data", f"{i:02}.jsonl").write_text("".join(lines[i::num_files] * 8))
-            flags = ("-d", Path(folder, "data"), "--compression", "none")
+                Path(files, f"{i:02}.jsonl").write_text("".join(lines[i::num_files] * 8))
             contenders = {
-                "stage 06": partial(run_stage, how, STAGE_06, 2, *flags),
-                "stage 05": partial(run_stage, how, STAGE_05, 2, *flags),
+                "stage 06": partial(run_stage, how, STAGE_06, 2, "-d", files),
+                "stage 05": partial(run_stage, how, STAGE_05, 2, "-d", text),
             }
             results = in_turn(contenders, 5, sliced=False)  # it reads times of the log, too
             row = [name, num_files, rate(results, "stage 06"), rate(results, "stage 05")]
@@ -663,8 +666,19 @@ def checkpoint():
         sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
         model = write_model(Path(folder, "model"), **sizes)
         for stage in (STAGE_04, STAGE_05):
-            flags = ["-m", model, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 2]
-            flags += ["--eval-sequences", 4, "--max-steps", 40, "--ckpt-freq", 8, "--log-freq", 1]
+            flags = ["-m", model, "--from-scratch", "-d", "dummy", "-s", 64, "-b", 2]
+            flags += [
+                "--global-batch-size",
+                4,
+                "--eval-sequences",
+                4,
+                "--max-steps",
+                40,
+                "--ckpt-freq",
+                8,
+                "--log-freq",
+                1,
+            ]
             flags += ["-e", stage, "--save-dir", folder, "--compression", "none", "--shard-size", 1]
             how = ["--standalone", "--nproc-per-node", 1 if GPU else 2]
             command = torchrun(how, stage, "stalls", flags)
@@ -701,12 +715,20 @@ def stalls(module, _):
 
         setattr(owner, name, timed)
 
-    if hasattr(module, "finish_save"):
-        clocked(module, "finish_save", begins=True)  # before the save: it waits for the last one
-        clocked(module, "checkpoint_tensors", begins=False)
-        clocked(module.dcp, "async_save", begins=False)
-    else:
+    if hasattr(module, "save_checkpoint"):
         clocked(module, "save_checkpoint", begins=True)
+    else:
+        async_save = module.dcp.async_save
+
+        def timed_save(*values, **named):
+            saving = async_save(*values, **named)
+            clocked(saving, "result", begins=True)  # the next save waits for this one
+            return saving
+
+        spent.append(0.0)  # the first one has none to wait for
+        module.dcp.async_save = timed_save
+        clocked(module.dcp, "async_save", begins=False)
+        clocked(module, "checkpoint_tensors", begins=False)
     close = module.RunLog.close
 
     def close_and_print(log):

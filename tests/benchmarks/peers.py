@@ -11,12 +11,14 @@ import os
 import sys
 import tempfile
 import time
+from pydoc_data.topics import topics
 
 import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
 import transformers
+from tokenizers.pre_tokenizers import ByteLevel
 
 GPU = torch.cuda.is_available()
 # Those of the stages for random weights.
@@ -46,6 +48,14 @@ def windows(how, tokens):
     order = np.random.default_rng((0, 0)).permutation(len(tokens))
     size = how["global_batch_size"]
     return [order[i * size : (i + 1) * size] for i in range(how["steps"])]
+
+
+def tiny_tokenizer():
+    """The tokenizer of tiny, as a stage trains it."""
+    vocabulary = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(vocabulary)}
+    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[])
+    return tokenizer.train_new_from_iterator(topics.values(), 1024, show_progress=False)
 
 
 def now():
@@ -122,10 +132,8 @@ def trainer(how):
     documents as they are, cut at the sequence length and padded to the longest of their batch; then
     the tokens counted are those of documents."""
     if how["padded"]:
-        from pydoc_data.topics import topics
-
-        texts = [text.encode()[: how["seq_length"]] for text in topics.values()]
-        rows = [{"input_ids": list(text)} for text in texts]
+        texts = tiny_tokenizer()(list(topics.values()))["input_ids"]
+        rows = [{"input_ids": tokens[: how["seq_length"]]} for tokens in texts]
     else:
         tokens = load_tokens(how)
         order = np.concatenate(windows(how, tokens))
@@ -135,7 +143,7 @@ def trainer(how):
     def collate(rows):
         longest = max(len(row["input_ids"]) for row in rows)
         seen.append(sum(len(row["input_ids"]) for row in rows))
-        ids = [row["input_ids"] + [256] * (longest - len(row["input_ids"])) for row in rows]
+        ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
         labels = [row["input_ids"] + [-100] * (longest - len(row["input_ids"])) for row in rows]
         mask = [[int(label >= 0) for label in row] for row in labels]
         batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
@@ -243,9 +251,7 @@ def load(how):
     """Imports and what a run has to load: model, tokenizer, data set. No step."""
     import datasets
 
-    _model, tokenizer = load_model(how), transformers.GPT2Tokenizer({"<|endoftext|>": 0}, merges=[])
-    from pydoc_data.topics import topics
-
+    _model, tokenizer = load_model(how), tiny_tokenizer()
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_dict({"text": list(topics.values())})
     rows.map(lambda row: tokenizer(row["text"]), batched=True)

@@ -349,7 +349,7 @@ def tied(ranks):
     """Stage 08 with one weight for the embeddings and the output layer, on two pipeline stages."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-        model = write_model(Path(folder), tie_word_embeddings=True, **sizes)
+        model = write_model(Path(folder), vocab_size=1024, tie_word_embeddings=True, **sizes)
         return in_fp32(ranks, STAGE_08, both=("-m", model))
 
 

@@ -79,7 +79,7 @@ class CometServer:
             project = values["projectName"] or "general"
             url = f"{self.root}/{values['teamName'] or 'default-workspace'}/{project}/{key}"
             fields = {"key": key, "project": project, "url": url, "name": None, "tags": set()}
-            fields |= {"parameters": {}, "metrics": {}, "others": {}, "texts": [], "system": {}}
+            fields |= {"parameters": {}, "metrics": {}, "others": {}, "system": {}}
             # Whether a run is alive, by its id, in the order of their starts.
             self.experiments[key] = SimpleNamespace(**fields, runs={})
         elif not values["getOrCreateEnabled"]:
@@ -115,9 +115,6 @@ class CometServer:
                 experiment.name = values["value"]
         elif endpoint in ("write/experiment/system-details", "write/experiment/cloud-details"):
             experiment.system |= values
-        elif endpoint == "asset/upload":
-            if values.get("type") == "text-sample":
-                experiment.texts.append(values.get("file", values.get("link")).decode())
         else:
             self.unknown.append(endpoint)
 

@@ -172,20 +172,20 @@ def main(args):
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
     # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
     resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
-    last_step = resumed["step"]
-    if last_step >= total_steps and resumed["is_exported"]:
+    steps_done = resumed["step"]
+    if steps_done >= total_steps and resumed["is_exported"]:
         say(f"{run_dir} is finished: to export the model again, remove final_model")
         return
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
-    log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
+    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
-    for step in range(last_step + 1, total_steps + 1):
+    for step in range(steps_done + 1, total_steps + 1):
         # Data. The seed and the epoch alone decide the order of an epoch's sequences, and the step
         # decides which of them form its global batch. So a resumed run continues exactly where it
         # was, without any state of a data loader.
         epoch, step_in_epoch = divmod(step - 1, steps_per_epoch)
-        if step_in_epoch == 0 or step == last_step + 1:
+        if step_in_epoch == 0 or step == steps_done + 1:
             order = np.random.default_rng((args.seed, epoch)).permutation(len(train_data))
         start = step_in_epoch * args.global_batch_size
         indices = order[start : start + args.global_batch_size]
@@ -226,7 +226,7 @@ def main(args):
         metrics = {}
         is_last_step = step == total_steps
         is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step)
-        if step == last_step + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
+        if step == steps_done + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
             memory = memory_gb(model, optimizer, device)
             metrics = {
                 "train/loss": step_loss.item() / num_targets.item(),
@@ -494,12 +494,14 @@ def load_data(args, config, tokenizer):
 
     if "train" not in splits:
         fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
-    columns = splits["train"].column_names
-    has_tokens = columns in (["input_ids"], ["input_ids", "labels"])
+    columns = splits["train"].features
+    has_tokens = set(columns) in ({"input_ids"}, {"input_ids", "labels"})
+    string_types = (datasets.Value("string"), datasets.Value("large_string"))
+    texts = [key for key in columns if columns[key] in string_types]
     if has_tokens and args.seq_length is None:
         seq_length = len(splits["train"][0]["input_ids"])
-    if not has_tokens and ("input_ids" in columns or args.text_column not in columns):
-        choice = f"it has {', '.join(columns)}: choose a column of texts with --text-column, or "
+    if not has_tokens and args.text_column not in texts:
+        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}, or "
         fail(f"--dataset-name {name}: {choice}{how_to_prepare(args, seq_length)}")
     if not has_tokens and len(columns) > 1:
         say(f"training on the column {args.text_column} of {', '.join(columns)}")
@@ -523,9 +525,9 @@ def python_docs():
     Some contain others. A paragraph is used once, so that none is both trained on and held out."""
     seen, texts = set(), []
     for text in topics.values():
-        paragraphs = [part for part in text.split("\n\n") if part not in seen]
+        paragraphs = dict.fromkeys(text.split("\n\n"))  # each once, in their order
+        texts.append("\n\n".join(part for part in paragraphs if part not in seen))
         seen.update(paragraphs)
-        texts.append("\n\n".join(paragraphs))
     return texts
 
 

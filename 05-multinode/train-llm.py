@@ -293,8 +293,8 @@ def main(args):
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
     # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
     resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
-    last_step = resumed["step"]
-    if last_step >= total_steps and resumed["is_exported"]:
+    steps_done = resumed["step"]
+    if steps_done >= total_steps and resumed["is_exported"]:
         say(f"{run_dir} is finished: to export the model again, remove final_model")
         return
     if resumed.get("scaler"):
@@ -303,11 +303,11 @@ def main(args):
     # How far did the run come before this start?
     previous = newest_metrics(run_dir) if run_dir else {}
     restarts = previous.get("elastic/restarts", -1) + 1  # 0 at the first start
-    steps_lost = max(0, previous.get("step", 0) - last_step)
+    steps_lost = max(0, previous.get("step", 0) - steps_done)
     if restarts > 0:
         say(f"restart {restarts}: {world_size} processes, {steps_lost} steps are repeated")
     steps_lost += previous.get("elastic/steps_lost", 0)
-    log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
+    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     # torchrun sends SIGTERM to its processes when a node joins, and when it gets one itself, as
     # from Slurm shortly before the end of a job. The handler only records it. The loop looks at the
@@ -320,7 +320,7 @@ def main(args):
     options = dcp.staging.StagingOptions(False, False, False, False)  # no threads, nothing pinned
     stager = dcp.staging.DefaultStager(options)
 
-    for step in range(last_step + 1, total_steps + 1):
+    for step in range(steps_done + 1, total_steps + 1):
         # All ranks must stop after the same step, but the signal may reach them in different steps.
         # So all signals are counted, in the background until the step ends.
         num_stop_signals = torch.tensor(len(stop_signals))
@@ -330,7 +330,7 @@ def main(args):
         # decides which of them form its global batch. So a resumed run continues exactly where it
         # was, without any state of a data loader.
         epoch, step_in_epoch = divmod(step - 1, steps_per_epoch)
-        if step_in_epoch == 0 or step == last_step + 1:
+        if step_in_epoch == 0 or step == steps_done + 1:
             order = np.random.default_rng((args.seed, epoch)).permutation(len(train_data))
         start = step_in_epoch * args.global_batch_size
         indices = order[start : start + args.global_batch_size]
@@ -389,7 +389,7 @@ def main(args):
         counting.wait()
         stopping = num_stop_signals.item() > 0 and not is_last_step
         is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step or stopping)
-        if step == last_step + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
+        if step == steps_done + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
             dist.all_reduce(step_loss, group=data_group)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
@@ -824,12 +824,14 @@ def load_data(args, config, tokenizer):
 
     if "train" not in splits:
         fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
-    columns = splits["train"].column_names
-    has_tokens = columns in (["input_ids"], ["input_ids", "labels"])
+    columns = splits["train"].features
+    has_tokens = set(columns) in ({"input_ids"}, {"input_ids", "labels"})
+    string_types = (datasets.Value("string"), datasets.Value("large_string"))
+    texts = [key for key in columns if columns[key] in string_types]
     if has_tokens and args.seq_length is None:
         seq_length = len(splits["train"][0]["input_ids"])
-    if not has_tokens and ("input_ids" in columns or args.text_column not in columns):
-        choice = f"it has {', '.join(columns)}: choose a column of texts with --text-column, or "
+    if not has_tokens and args.text_column not in texts:
+        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}, or "
         fail(f"--dataset-name {name}: {choice}{how_to_prepare(args, seq_length)}")
     if not has_tokens and len(columns) > 1:
         say(f"training on the column {args.text_column} of {', '.join(columns)}")
@@ -853,9 +855,9 @@ def python_docs():
     Some contain others. A paragraph is used once, so that none is both trained on and held out."""
     seen, texts = set(), []
     for text in topics.values():
-        paragraphs = [part for part in text.split("\n\n") if part not in seen]
+        paragraphs = dict.fromkeys(text.split("\n\n"))  # each once, in their order
+        texts.append("\n\n".join(part for part in paragraphs if part not in seen))
         seen.update(paragraphs)
-        texts.append("\n\n".join(paragraphs))
     return texts
 
 

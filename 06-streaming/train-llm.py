@@ -297,8 +297,8 @@ def main(args):
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
     # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
     resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
-    last_step = resumed["step"]
-    if last_step >= total_steps and resumed["is_exported"]:
+    steps_done = resumed["step"]
+    if steps_done >= total_steps and resumed["is_exported"]:
         say(f"{run_dir} is finished: to export the model again, remove final_model")
         return
     if resumed.get("scaler"):
@@ -309,11 +309,11 @@ def main(args):
     # How far did the run come before this start?
     previous = newest_metrics(run_dir) if run_dir else {}
     restarts = previous.get("elastic/restarts", -1) + 1  # 0 at the first start
-    steps_lost = max(0, previous.get("step", 0) - last_step)
+    steps_lost = max(0, previous.get("step", 0) - steps_done)
     if restarts > 0:
         say(f"restart {restarts}: {world_size} processes, {steps_lost} steps are repeated")
     steps_lost += previous.get("elastic/steps_lost", 0)
-    log = RunLog(run_dir, last_step, total_steps, resumed.get("comet_key"), vars(args), run_info)
+    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     # torchrun sends SIGTERM to its processes when a node joins, and when it gets one itself, as
     # from Slurm shortly before the end of a job. The handler only records it. The loop looks at the
@@ -326,7 +326,7 @@ def main(args):
     options = dcp.staging.StagingOptions(False, False, False, False)  # no threads, nothing pinned
     stager = dcp.staging.DefaultStager(options)
 
-    for step in range(last_step + 1, total_steps + 1):
+    for step in range(steps_done + 1, total_steps + 1):
         # All ranks must stop after the same step, but the signal may reach them in different steps.
         # So all signals are counted, in the background until the step ends.
         num_stop_signals = torch.tensor(len(stop_signals))
@@ -390,7 +390,7 @@ def main(args):
         counting.wait()
         stopping = num_stop_signals.item() > 0 and not is_last_step
         is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step or stopping)
-        if step == last_step + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
+        if step == steps_done + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
             dist.all_reduce(step_loss, group=data_group)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
@@ -911,9 +911,10 @@ def load_data(args, config, tokenizer):
     if "train" not in splits:
         fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
     documents = splits["train"]
-    columns = list(next(iter(documents), {}))
-    if args.text_column not in columns:
-        choice = f"it has {', '.join(columns)}: choose a column of texts with --text-column"
+    columns = next(iter(documents), {})
+    texts = [key for key in columns if isinstance(columns[key], str)]
+    if args.text_column not in texts:
+        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}"
         fail(f"--dataset-name {name}: {choice}; for chats use prepare.py and stage 05")
     if len(columns) > 1:
         say(f"training on the column {args.text_column} of {', '.join(columns)}")
@@ -948,9 +949,9 @@ def python_docs():
     Some contain others. A paragraph is used once, so that none is both trained on and held out."""
     seen, texts = set(), []
     for text in topics.values():
-        paragraphs = [part for part in text.split("\n\n") if part not in seen]
+        paragraphs = dict.fromkeys(text.split("\n\n"))  # each once, in their order
+        texts.append("\n\n".join(part for part in paragraphs if part not in seen))
         seen.update(paragraphs)
-        texts.append("\n\n".join(paragraphs))
     return texts
 
 

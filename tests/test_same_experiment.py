@@ -285,7 +285,7 @@ def test_parameters_are_gathered_once_per_step_if_they_are_kept(tmp_path, curve)
     """--no-reshard-after-forward: the same curve, and of 4 micro-batches one gather for each of 3
     blocks and the root. Without it a block is gathered for each forward and each backward."""
     flags = ("--max-steps", "3", "-s", "64", "--global-batch-size", "8", "-b", "1")
-    place = "    for step in range(last_step + 1, total_steps + 1):\n"
+    place = "    for step in range(steps_done + 1, total_steps + 1):\n"
     ends = "        metrics = {}\n        is_last_step"
     say = '        say(f"calls {len(calls)}")\n'
     edits = [(place, COUNT_GATHERS + place), (ends, say + ends)]

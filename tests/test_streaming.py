@@ -282,7 +282,7 @@ def python(code):
 
 
 BAD = {
-    "no text": ("numbers.jsonl", "it has number: choose a column of texts with --text-column"),
+    "no text": ("numbers.jsonl", "choose a column of texts with --text-column, of number; for"),
     "one document": ("one.txt", "one.txt: too few documents to evaluate on; cut a text"),
     "little text": ("little.jsonl", "the documents held out do not fill a sequence"),
     "empty texts": ("empty.jsonl", "empty.jsonl: 8 streams need more documents; cut"),

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-# torchrun sets these for each process. Without torchrun there is one process, rank 0 of 1.
+# torchrun starts several processes and numbers them: these are their ranks, on all machines and on
+# their own machine, and how many there are. Without torchrun there is one process, rank 0 of 1.
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -118,7 +119,7 @@ def flops_per_token(model, seq_length):
     """Floating-point operations per token, forward and backward (PaLM, arXiv:2204.02311, app. B).
 
     6 N + 12 L H D T, for L layers, H heads of D dimensions, T tokens. N are the parameters that a
-    token uses: of embeddings only one that is also the output layer, of experts those of a token.
+    token uses: of the embeddings those that are also the output layer, of the experts its own.
     """
     config = model.config
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
@@ -174,6 +175,8 @@ class RunLog:
         if self.run_dir:
             self.open_files()
             self.open_comet()
+        else:
+            say("this run is not saved: -e NAME saves it, and then the same command resumes it")
         self.laps = []
         self.lap("outside")
 
@@ -233,7 +236,7 @@ class RunLog:
                 (self.run_dir / "comet.txt").write_text(f"{comet.url}\n")
             self.comet = comet
         except Exception as error:
-            say(f"Comet does not start, training goes on without it: {error!r:.120}")
+            say(f"Comet could not be started, training goes on without it: {error!r:.120}")
 
     def lap(self, phase):
         """Ends a phase of the step: the time since the last lap belongs to it.
@@ -303,8 +306,6 @@ class RunLog:
         if self.run_dir:
             self.board.close()
             say(f"the run: {self.run_dir}")
-        else:
-            say("nothing was kept: with -e NAME a run is saved, and the same command resumes it")
         if self.comet:
             self.comet.end()
             upload = f"comet upload {self.run_dir}/comet/*.zip"
@@ -312,8 +313,8 @@ class RunLog:
 
 
 # Checkpoints. A checkpoint is a folder, such as step-00000200. Tensors are saved by
-# torch.distributed.checkpoint (DCP), whose files can be loaded with any number of ranks, and all
-# else in state.json. While a folder is written or removed, its name ends in .tmp.
+# torch.distributed.checkpoint (DCP), whose files can be loaded with any number of ranks, and
+# everything else in state.json. While a folder is written or removed, its name ends in .tmp.
 
 
 def save_checkpoint(run_dir, step, model, optimizer, values, keep):
@@ -323,7 +324,9 @@ def save_checkpoint(run_dir, step, model, optimizer, values, keep):
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes the files of a checkpoint, and then completes it, also if DCP does so in a thread."""
+    """Writes the files of a checkpoint in a temporary folder, which is renamed when it is complete.
+
+    `finish` does that, so it also works if DCP saves in a thread."""
 
     def __init__(self, run_dir, step, values, keep, **options):
         self.folder = run_dir / f"step-{step:08d}"
@@ -378,7 +381,7 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
         with one_line_if_damaged(folder):
             values = json.loads((folder / "state.json").read_text())
         export = run_dir / "final_model"
-        # Not that of an earlier end, after which the run went on.
+        # An older one was exported before the run went on, with a raised --max-steps for example.
         is_new = export.exists() and export.stat().st_mtime >= folder.stat().st_mtime
         found = [folder, {**values, "is_exported": is_new}]
     if dist.is_initialized():
@@ -388,8 +391,8 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
         return {"step": 0}
     check_same(experiment, values["experiment"], f"in the run in {run_dir}")
 
-    # To create Adam's moments, `get_state_dict` makes a step with gradients of 0. Then what is
-    # loaded replaces them. In a new run, into which nothing is loaded, that step would count.
+    # To create Adam's moments, `get_state_dict` makes a step with gradients of 0. What is loaded
+    # replaces them, and the step counter. A new run has nothing to load, and has returned above.
     model_state, optimizer_state = dcp_state.get_state_dict(model, optimizer)
     moments = optimizer_state["state"]
     with one_line_if_damaged(folder):

@@ -23,8 +23,8 @@ from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics  # the language reference, a text that comes with Python
 
-# logs_and_checkpoints.py is in the parent folder. The folder goes first on the path, because each
-# clone of this repository must import its own copy of the module.
+# logs_and_checkpoints.py is in the parent folder. That goes first on the path, so that a clone of
+# this repository never imports the module of another clone.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -190,8 +190,8 @@ def main(args):
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
 
-    # The final model is exported in fp32, but in bf16 if its weights were bf16 before the training,
-    # and it is trained in bf16.
+    # The final model is exported in fp32, or in bf16 if the pretrained weights were bf16 and the
+    # training uses bf16.
     if args.export_dtype is None:
         began_in_bf16 = weights is not None and config.dtype == torch.bfloat16
         args.export_dtype = "bf16" if began_in_bf16 and args.dtype == "bf16" else "fp32"
@@ -211,7 +211,7 @@ def main(args):
         f"{run_info['attn']}, {args.dtype}, {device}"
     )
 
-    # The transformer blocks. In most models of transformers they derive from this class.
+    # The transformer blocks. In most models of transformers, the library, they are of this class.
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
         fail(f"--model-name {args.model_name}: no transformer blocks were found in it")
@@ -223,8 +223,8 @@ def main(args):
         args.compile = device.type == "cuda"
     loss_fn = sum_cross_entropy
     if args.compile:
-        # In some models blocks differ, in a scale by depth for example, and each has its own code,
-        # maybe for two sizes of micro-batches. By default a function is compiled at most 8 times.
+        # Where blocks differ, in a scale by depth for example, each is compiled, and once more for
+        # a smaller micro-batch. By default a function is compiled at most 8 times.
         torch._dynamo.config.recompile_limit += 2 * len(blocks)
         for block in blocks:
             block.forward = compile_for_training(block.forward)
@@ -281,7 +281,7 @@ def main(args):
     optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
 
     # The learning rate rises in the warm-up: the first gradients of random weights are large, and
-    # the moments of AdamW are means of few of them.
+    # AdamW's moments are still means of only a few of them.
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
 
@@ -409,7 +409,7 @@ def main(args):
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
         optimizer.zero_grad()  # otherwise the next step would add to these gradients
-        log.lap("log")  # in the times of the next step, as those of this one are read already
+        log.lap("log")  # counted in the next line: the times of this line are read already
 
         # Checkpoint: model and optimizer, and what else is needed to resume.
         if is_save_step:
@@ -649,7 +649,7 @@ def lr_factor(step, schedule, warmup_steps, total_steps):
     """The learning rate of a step as a share of --lr. It needs no state of the steps before.
 
     Steps count from 1. The share rises in the steps of the warm-up, is 1 in the one after it, and
-    then falls. One step before the first and one step after the last it would be 0."""
+    then falls, unless it is constant. One step before the first, and after the last, it is 0."""
     if step <= warmup_steps:
         return step / (warmup_steps + 1)
     if schedule == "constant":
@@ -774,7 +774,7 @@ def load_tokenizer(model_name, dataset_name):
     vocabulary = tokenizer.get_vocab().items()
     tokenizer = transformers.AutoTokenizer.from_pretrained(prepared)
     if not vocabulary <= tokenizer.get_vocab().items():
-        fail(f"--dataset-name {dataset_name}: was not prepared for the tokens of {model_name}")
+        fail(f"--dataset-name {dataset_name}: prepared for another tokenizer than {model_name} has")
     return tokenizer
 
 
@@ -898,7 +898,7 @@ def pack(documents, column, tokenizer, seq_length):
 
 
 def tokenize(texts, tokenizer):
-    """Yields the tokens of each text, and after them the end-of-text token."""
+    """Yields the tokens of each text, with the special tokens for its beginning and its end."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     if tokenizer("a")["input_ids"][0] != bos:
         bos = None  # only some tokenizers begin each text with this token
@@ -1008,7 +1008,7 @@ def positive_float(text):
 
 
 def parse_args():
-    """Returns the flags of the command line. @FILE stands for a file with a --flag=value a line."""
+    """Returns the flags of the command line. @FILE is a file with one --flag=value on each line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags], see --help",
         fromfile_prefix_chars="@",
@@ -1022,9 +1022,9 @@ def parse_args():
     add("--save-dir", default=outputs, help="folder for all runs")
     add("--seed", type=int, default=0, help="of the order of the data and of random weights")
     add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
-    add("--dtype", choices=tuple(DTYPES), help="None: bf16 on a GPU, fp32 on a CPU")
+    add("--dtype", choices=tuple(DTYPES), help="None: bf16 or fp16 on a GPU, fp32 on a CPU")
     add("--timeout", type=positive, default=600, help="seconds until a waiting collective fails")
-    export_help = "of the final model, None: fp32, or bf16 of bf16 weights trained in bf16"
+    export_help = "of the final model, None: fp32, or bf16 for bf16 weights that train in bf16"
     add("--export-dtype", choices=tuple(DTYPES), help=export_help)
     add("--log-freq", type=positive, default=10, help="steps between log lines")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
@@ -1046,7 +1046,7 @@ def parse_args():
     add("-d", "--dataset-name", default="python-docs", help=data_help)
     add("--dataset-subset", help="the configuration of a data set on the hub")
     add("--text-column", default="text", help="train on this column of texts")
-    length_help = "tokens of a sequence, None: 1024, or the model's limit"
+    length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
     add("-s", "--seq-length", type=positive, help=length_help)
     add("-b", "--batch-size", type=positive, default=4, help="sequences of a micro-batch")
     add("--global-batch-size", type=positive, default=8, help="sequences of an optimizer step")
@@ -1056,7 +1056,7 @@ def parse_args():
     add = parser.add_argument_group("optimization").add_argument
     epochs_help = "passes over the training data, None: 10, or 3 with loaded weights"
     add("--num-epochs", type=positive, help=epochs_help)
-    add("--max-steps", type=positive, help="end the run here, None: after --num-epochs")
+    add("--max-steps", type=positive, help="end the run here, if the epochs do not end before")
     add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
     schedules = ("cosine", "linear", "constant")
     add("--lr-scheduler", choices=schedules, default="cosine", help="after the warm-up")

@@ -1104,5 +1104,5 @@ def test_rows_for_another_tokenizer_are_refused(prepared, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     flags = (*FEW, "-m", tmp_path, "--from-scratch", "-d", prepared)
     result = run("01-single-gpu", 1, *flags, check=False)
-    said = f"--dataset-name {prepared}: was not prepared for the tokens of {tmp_path}"
+    said = f"--dataset-name {prepared}: prepared for another tokenizer than {tmp_path} has"
     assert result.errors == [f"train-llm.py: error: {said}"]

@@ -547,8 +547,10 @@ class ReplicaAverage:
         mean = (parts * part_scales).view(replicas, -1, CHUNK_LENGTH).mean(0)
 
         mean, mean_scales = to_int8(mean)
-        dist.all_gather_into_tensor(integers, mean, group=self.group)
-        dist.all_gather_into_tensor(scales, mean_scales, group=self.group)
+        # New in PyTorch 2.13. Before, its name was all_gather_into_tensor.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(integers, mean, group=self.group)
+        all_gather(scales, mean_scales, group=self.group)
         gradient.copy_((integers * scales).flatten()[: len(gradient)])
         return integers.nbytes + scales.nbytes
 

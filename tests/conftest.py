@@ -240,8 +240,11 @@ def default_sequences(seq_length):
 
 
 def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4):
-    """Law 1: loss and gradient norm agree at every step."""
+    """Law 1: loss and gradient norm agree at every step, and the loss of each evaluation."""
     for step in steps:
+        if one[step].get("eval/loss") is not None:
+            expected = pytest.approx(one[step]["eval/loss"], rel=rel_loss)
+            assert other[step]["eval/loss"] == expected, step
         assert other[step]["train/loss"] == pytest.approx(
             one[step]["train/loss"], rel=rel_loss, abs=0
         ), step

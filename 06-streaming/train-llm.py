@@ -914,7 +914,7 @@ def load_data(args, config, tokenizer):
         fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
     documents = splits["train"]
     columns = next(iter(documents), {})
-    texts = [key for key in columns if isinstance(columns[key], str)]
+    texts = [key for key in columns if isinstance(columns[key], str | None)]
     if args.text_column not in texts:
         choice = f"choose a column of texts with --text-column, of {', '.join(columns)}"
         fail(f"--dataset-name {name}: {choice}; for chats use prepare.py and stage 05")

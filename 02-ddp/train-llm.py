@@ -328,7 +328,7 @@ def main(args):
     # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
     with autocast():
         results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
-        prompt, text = sample(model, eval_data[-1], 224, tokenizer, device)
+        prompt, text = sample(model, eval_data[0], 224, tokenizer, device)
     log.step(log.last_step, results)
     say(f"prompt, from text that the model was not trained on: {prompt}")
     say(f"what the model writes after it: {text}")

@@ -351,7 +351,7 @@ def main(args):
     # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
     # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
     results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
-    prompt, text = sample(model, eval_data[-1], 64, tokenizer, device)
+    prompt, text = sample(model, eval_data[0], 64, tokenizer, device)
     log.step(log.last_step, results)
     say(f"prompt, from text that the model was not trained on: {prompt}")
     say(f"what the model writes after it: {text}")

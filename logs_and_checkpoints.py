@@ -339,7 +339,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         try:
             return super().write_data(plan, planner)
         except Exception as error:
-            raise OSError(f"{self.folder} cannot be written, is the disk full?") from error
+            raise OSError(f"{self.folder} cannot be written, is the disk full? {error}") from error
 
     def finish(self, metadata, results):
         """DCP calls this on rank 0, when all ranks have written their files to the disk."""

@@ -79,7 +79,7 @@ def uninterrupted(curve):
 INSTANTS = {
     "before the tensors are written": ("open step-00000006.tmp/__0_0.distcp 1", 3),
     "between tensors and metadata": ("open step-00000006.tmp/.metadata 1", 3),
-    "before the plain values are flushed": ("open step-00000006.tmp/state.json 2", 3),
+    "before the plain values are written": ("open step-00000006.tmp/state.json 1", 3),
     "before the rename": ("os.rename step-00000006.tmp 2", 3),
     "after the rename": ("os.rename step-00000003.tmp 3", 6),
     "while an old one is removed": ("os.remove __0_0.distcp 1", 6),

@@ -362,7 +362,7 @@ WALK = [
 def test_a_run_changes_its_pipeline_stages(curve, tmp_path):
     """Three steps on each, with one weight at both ends of the pipeline. The curve is that of stage
     01, and so is the model at the end."""
-    sizes = {"vocab_size": 385, "tie_word_embeddings": True}
+    sizes = {"vocab_size": 1025, "tie_word_embeddings": True}
     model = ("-m", save_config(tmp_path / "m", "llama", **sizes), "--from-scratch")
     named = ("-e", "a", "--save-dir", tmp_path)
     for number, (stage, processes, more) in enumerate(WALK):

@@ -149,7 +149,7 @@ MUTANTS = {
     ),
     "a short rank trains on its filler": (
         "02-ddp",
-        ("        targets[num_real - first :] = -100", "        pass"),
+        ("        targets[num_real - start :] = -100", "        pass"),
     ),
     "buffers not sent": ("03-fsdp", ("        dist.broadcast(buffer, src=0)\n", "")),
     "weights not sent": (

@@ -369,9 +369,9 @@ WALK = [
 @pytest.mark.law3
 @pytest.mark.slow
 def test_a_run_changes_its_tensor_size(curve, tmp_path):
-    """Three steps on each, with tied embeddings of 385 tokens, which are not divided equally. The
+    """Three steps on each, with tied embeddings of 1,025 tokens, which are not divided equally. The
     curve is that of stage 01, and so is the model at the end."""
-    sizes = {"vocab_size": 385, "tie_word_embeddings": True}
+    sizes = {"vocab_size": 1025, "tie_word_embeddings": True}
     model = ("-m", save_config(tmp_path / "m", "llama", **sizes), "--from-scratch")
     named = ("-e", "a", "--save-dir", tmp_path)
     for number, (stage, processes, more) in enumerate(WALK):

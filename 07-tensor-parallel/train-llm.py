@@ -956,9 +956,7 @@ def parse_args():
     add("--max-grad-norm", type=positive_float, default=1.0, help="clip gradients to this norm")
 
     add = parser.add_argument_group("tensor parallelism").add_argument
-    add(
-        "--tensor-size", type=positive, default=2, help="processes that compute each layer together"
-    )
+    add("--tensor-size", type=positive, default=2, help="processes that compute a layer together")
     return parser.parse_args()
 
 

@@ -374,9 +374,9 @@ def sample(model, row, num_tokens, tokenizer, device):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # What is not written yet is 0. It makes no difference, because attention is causal.
+        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
         logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
-        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        # A temperature below 1, here 0.6, makes likely tokens likelier.
         probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
 
@@ -434,7 +434,7 @@ def load_tokenizer(model_name, dataset_name):
         tokenizer = tiny_tokenizer()
     else:
         tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without its files, transformers makes one that has special tokens only.
+        # Without files, transformers makes a tokenizer of special tokens only.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 

@@ -101,7 +101,7 @@ def main(args):
     if LOCAL_RANK == 0:
         dist.barrier(loading_group)
     experiment = check_data(args, config, train_data, eval_data)
-    # Another machine may have other files under the same name, or other flags.
+    # Flags and data must be the same on all ranks: another machine may have other files.
     flags_and_contents = {**vars(args), **experiment}
     of_all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
@@ -128,7 +128,7 @@ def main(args):
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Before that, it is divided into shares, one for each rank of the data group. So the
+    # The batch is divided into shares before that, one for each rank of the data group. So the
     # number of ranks does not change what a step trains on.
     sequences_per_share = math.ceil(args.global_batch_size / num_shares)
     grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
@@ -192,8 +192,8 @@ def main(args):
     # is full. From here on `model` is the wrapper: a forward pass that went around it would not
     # start the averaging.
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # Otherwise each step would send the buffers of rank 0, too. Those of a language model, such as
-    # the frequencies of rotary embeddings, are constants.
+    # By default each step sends the buffers of rank 0, too. Those of a language model, such as the
+    # frequencies of rotary embeddings, are constants.
     model.broadcast_buffers = False
     # torch.compile would cut compiled code into pieces, so that DDP can send a bucket between two
     # of them. Our blocks are such pieces already.
@@ -255,8 +255,7 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # It is enough to average the gradients once per step, in the backward pass of the last
-            # micro-batch.
+            # Average the gradients once per step, in the backward pass of the last micro-batch.
             is_last = i == len(micro_batches) - 1
             model.require_backward_grad_sync = is_last  # `with model.no_sync():` sets it to False
 
@@ -303,8 +302,8 @@ def main(args):
             }
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
-        # With zeros `.grad` stays a part of a bucket. If it were None, the first micro-batches of a
-        # step, whose gradients are not sent, would put them into memory of their own.
+        # Gradients that are set to zero stay in the buckets. If they were None, the first
+        # micro-batches of a step would put theirs into memory of their own.
         optimizer.zero_grad(set_to_none=False)
         log.lap("log")  # counted in the next line: the times of this line are read already
 
@@ -461,9 +460,9 @@ def sample(model, row, num_tokens, tokenizer, device):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # What is not written yet is 0. It makes no difference, because attention is causal.
+        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
         logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
-        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        # A temperature below 1, here 0.6, makes likely tokens likelier.
         probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
 
@@ -521,7 +520,7 @@ def load_tokenizer(model_name, dataset_name):
         tokenizer = tiny_tokenizer()
     else:
         tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without its files, transformers makes one that has special tokens only.
+        # Without files, transformers makes a tokenizer of special tokens only.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 

@@ -115,7 +115,7 @@ def main(args):
     if LOCAL_RANK == 0:
         dist.barrier(loading_group)
     experiment = check_data(args, config, train_data, eval_data)
-    # Another machine may have other files under the same name, or other flags.
+    # Flags and data must be the same on all ranks: another machine may have other files.
     flags_and_contents = {**vars(args), **experiment}
     of_all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
@@ -142,7 +142,7 @@ def main(args):
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Before that, it is divided into shares, one for each rank of the data group. So the
+    # The batch is divided into shares before that, one for each rank of the data group. So the
     # number of ranks does not change what a step trains on.
     sequences_per_share = math.ceil(args.global_batch_size / num_shares)
     grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
@@ -277,10 +277,9 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # By default each backward pass averages, so a rank keeps only gradients of its shards.
+            # By default each backward pass averages gradients, so a rank keeps those of its shards.
             # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP:
-            # It is enough to average the gradients once per step, in the backward pass of the last
-            # micro-batch.
+            # Average the gradients once per step, in the backward pass of the last micro-batch.
             is_last = i == len(micro_batches) - 1
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
@@ -485,9 +484,9 @@ def sample(model, row, num_tokens, tokenizer, device):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # What is not written yet is 0. It makes no difference, because attention is causal.
+        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
         logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
-        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        # A temperature below 1, here 0.6, makes likely tokens likelier.
         probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
     model.reshard()  # as in `evaluate`
@@ -546,7 +545,7 @@ def load_tokenizer(model_name, dataset_name):
         tokenizer = tiny_tokenizer()
     else:
         tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without its files, transformers makes one that has special tokens only.
+        # Without files, transformers makes a tokenizer of special tokens only.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 

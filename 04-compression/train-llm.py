@@ -120,9 +120,9 @@ def main(args):
     # By default a machine holds a replica of the model.
     world_size, local_world_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if args.shard_size is None:
-        # On a single machine each process does, so that there is something to compress.
+        # On a single machine each process has one, so that there is something to compress.
         args.shard_size = 1 if local_world_size == world_size else local_world_size
-    # Another machine may have other files under the same name, or other flags.
+    # Flags and data must be the same on all ranks: another machine may have other files.
     flags_and_contents = {**vars(args), **experiment}
     of_all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
@@ -163,7 +163,7 @@ def main(args):
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Before that, it is divided into shares, one for each rank of the data group. So the
+    # The batch is divided into shares before that, one for each rank of the data group. So the
     # number of ranks does not change what a step trains on.
     sequences_per_share = math.ceil(args.global_batch_size / num_shares)
     grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
@@ -304,10 +304,9 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # By default each backward pass averages, so a rank keeps only gradients of its shards.
+            # By default each backward pass averages gradients, so a rank keeps those of its shards.
             # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP:
-            # It is enough to average the gradients once per step, in the backward pass of the last
-            # micro-batch.
+            # Average the gradients once per step, in the backward pass of the last micro-batch.
             is_last = i == len(micro_batches) - 1
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
@@ -436,8 +435,8 @@ class ReplicaAverage:
         else:
             num_bytes = self.average_int8(gradient)
 
-        # There are two phases, a reduce-scatter or all-to-all, and an all-gather. With R replicas a
-        # rank sends (R - 1) / R of the bytes in each of them.
+        # An average has two phases, a reduce-scatter or all-to-all, and an all-gather. With R
+        # replicas a rank sends (R - 1) / R of the bytes in each of them.
         replicas = self.group.size()
         self.bytes_sent[module] = 2 * (replicas - 1) / replicas * num_bytes
 
@@ -467,7 +466,7 @@ class ReplicaAverage:
         mean = (parts * part_scales).view(replicas, -1, CHUNK_LENGTH).mean(0)
 
         mean, mean_scales = to_int8(mean)
-        # New in PyTorch 2.13. Before, its name was all_gather_into_tensor.
+        # Before PyTorch 2.13, all_gather_single was called all_gather_into_tensor.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(integers, mean, group=self.group)
         all_gather(scales, mean_scales, group=self.group)
@@ -625,9 +624,9 @@ def sample(model, row, num_tokens, tokenizer, device):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # What is not written yet is 0. It makes no difference, because attention is causal.
+        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
         logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
-        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        # A temperature below 1, here 0.6, makes likely tokens likelier.
         probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
     model.reshard()  # as in `evaluate`
@@ -686,7 +685,7 @@ def load_tokenizer(model_name, dataset_name):
         tokenizer = tiny_tokenizer()
     else:
         tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without its files, transformers makes one that has special tokens only.
+        # Without files, transformers makes a tokenizer of special tokens only.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 

@@ -142,9 +142,9 @@ def main(args):
     # By default a machine holds a replica of the model.
     world_size, local_world_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     if args.shard_size is None:
-        # On a single machine, too: its processes may have no memory for a model each.
+        # A single machine is one replica: its processes may have no memory for a model each.
         args.shard_size = local_world_size
-    # Another machine may have other files under the same name, or other flags.
+    # Flags and data must be the same on all ranks: another machine may have other files.
     flags_and_contents = {**vars(args), **experiment}
     of_all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
@@ -184,7 +184,7 @@ def main(args):
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Before that, it is divided into shares, one for each rank of the data group. So the
+    # The batch is divided into shares before that, one for each rank of the data group. So the
     # number of ranks does not change what a step trains on.
     sequences_per_share = math.ceil(args.global_batch_size / num_shares)
     grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
@@ -346,10 +346,9 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # By default each backward pass averages, so a rank keeps only gradients of its shards.
+            # By default each backward pass averages gradients, so a rank keeps those of its shards.
             # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP:
-            # It is enough to average the gradients once per step, in the backward pass of the last
-            # micro-batch.
+            # Average the gradients once per step, in the backward pass of the last micro-batch.
             is_last = i == len(micro_batches) - 1
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
@@ -549,7 +548,7 @@ class Streams:
             if state:
                 documents.load_state_dict(state)
             for document in documents:
-                # There are none in a text of spaces, for some tokenizers.
+                # A text of spaces has no tokens, for some tokenizers.
                 new_tokens = next(tokenize([document[self.args.text_column]], self.tokenizer), [])
                 tokens += new_tokens[used:]
                 used = 0
@@ -608,8 +607,8 @@ class ReplicaAverage:
         else:
             num_bytes = self.average_int8(gradient)
 
-        # There are two phases, a reduce-scatter or all-to-all, and an all-gather. With R replicas a
-        # rank sends (R - 1) / R of the bytes in each of them.
+        # An average has two phases, a reduce-scatter or all-to-all, and an all-gather. With R
+        # replicas a rank sends (R - 1) / R of the bytes in each of them.
         replicas = self.group.size()
         self.bytes_sent[module] = 2 * (replicas - 1) / replicas * num_bytes
 
@@ -639,7 +638,7 @@ class ReplicaAverage:
         mean = (parts * part_scales).view(replicas, -1, CHUNK_LENGTH).mean(0)
 
         mean, mean_scales = to_int8(mean)
-        # New in PyTorch 2.13. Before, its name was all_gather_into_tensor.
+        # Before PyTorch 2.13, all_gather_single was called all_gather_into_tensor.
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(integers, mean, group=self.group)
         all_gather(scales, mean_scales, group=self.group)
@@ -797,9 +796,9 @@ def sample(model, row, num_tokens, tokenizer, device):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # What is not written yet is 0. It makes no difference, because attention is causal.
+        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
         logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
-        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        # A temperature below 1, here 0.6, makes likely tokens likelier.
         probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
     model.reshard()  # as in `evaluate`
@@ -858,7 +857,7 @@ def load_tokenizer(model_name, dataset_name):
         tokenizer = tiny_tokenizer()
     else:
         tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without its files, transformers makes one that has special tokens only.
+        # Without files, transformers makes a tokenizer of special tokens only.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 
@@ -942,7 +941,7 @@ def load_data(args, config, tokenizer):
 
 def is_held_out(text):
     """Whether a document is held out for evaluation. The same text always is, wherever it is."""
-    return bool(text) and zlib.crc32(str(text).encode()) % 20 == 0
+    return zlib.crc32(str(text).encode()) % 20 == 0
 
 
 def python_docs():
@@ -979,7 +978,7 @@ def load_files(path):
         if ending not in FORMATS:
             unread.append(file.name)
             continue
-        # Files without documents. The first line of a .csv file has the names of its columns.
+        # Skip files without documents. The first line of a .csv file has the names of its columns.
         is_small = file.stat().st_size < 10_000
         first = 1 if file.suffix == ".csv" else 0
         if is_small and ending != ".parquet" and not file.read_bytes().splitlines()[first:]:
@@ -1005,7 +1004,7 @@ def load_files(path):
         "text": {"sample_by": "paragraph", "encoding": "utf-8-sig"},
         # By default 007 is a number, None a missing value, and the first column may be an index.
         "csv": {"converters": as_text, "keep_default_na": False, "index_col": False},
-        # By default it is the number of rows in a file, and an error if that is 0.
+        # By default a batch is all rows of a file, and an error if there are none.
         "parquet": {"batch_size": 1000},
     }
     options = {"split": "train", "streaming": True, **options.get(name, {})}
@@ -1014,7 +1013,7 @@ def load_files(path):
         names = []
         for file in files:
             escaped = glob.escape(str(file))
-            # A stream of a file without documents, which is small, would have nothing to read.
+            # Skip files without documents, which are small: a stream of one has nothing to read.
             is_small = file.stat().st_size < 10_000
             if is_small and not any(datasets.load_dataset(name, data_files=escaped, **options)):
                 continue

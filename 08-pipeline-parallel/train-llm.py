@@ -127,7 +127,7 @@ def main(args):
     if LOCAL_RANK == 0:
         dist.barrier(loading_group)
     experiment = check_data(args, config, train_data, eval_data)
-    # Another machine may have other files under the same name, or other flags.
+    # Flags and data must be the same on all ranks: another machine may have other files.
     flags_and_contents = {**vars(args), **experiment}
     of_all_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
@@ -164,7 +164,7 @@ def main(args):
 
     # A global batch is usually too large for the memory of the device. So it is split into
     # micro-batches, whose gradients are added up before the update (gradient accumulation).
-    # Before that, it is divided into shares, one for each rank of the data group. So the
+    # The batch is divided into shares before that, one for each rank of the data group. So the
     # number of ranks does not change what a step trains on.
     sequences_per_share = math.ceil(args.global_batch_size / num_shares)
     grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
@@ -256,7 +256,7 @@ def main(args):
     tied_weight = None
     if config.tie_word_embeddings and stage.is_first != stage.is_last:
         tied_weight = model.get_input_embeddings().weight
-    # The norm of the gradients counts only one of the two copies, that of the first one.
+    # The norm of the gradients counts a tied weight only once, on the first pipeline stage.
     counted = [p for p in model.parameters() if stage.is_first or p is not tied_weight]
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
@@ -332,10 +332,9 @@ def main(args):
         inputs = stage.exchange_with_previous(None, micro_batches[0][0])
         log.lap("exchange")
         for i in range(num_rounds):
-            # By default each backward pass averages, so a rank keeps only gradients of its shards.
+            # By default each backward pass averages gradients, so a rank keeps those of its shards.
             # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP:
-            # It is enough to average the gradients once per step, in the backward pass of the last
-            # micro-batch.
+            # Average the gradients once per step, in the backward pass of the last micro-batch.
             is_last = i == num_rounds - 1
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
@@ -362,7 +361,7 @@ def main(args):
             # and the result does not depend on --batch-size.
             # `num_targets` counts the targets of all shares, so their gradients must be added up.
             # They are averaged instead, so multiply by num_shares to get the sum.
-            # On the last pipeline stage this factor is the gradient of its output, the loss.
+            # The last pipeline stage starts from this factor: its output is the loss.
             if stage.is_last:
                 gradients = num_shares / num_targets
             if i >= num_ahead:
@@ -524,7 +523,7 @@ def keep_stage(model, blocks, stage):
     What is removed is replaced by modules that return their input. So the remaining modules keep
     the names that checkpoints use, and the model's own forward pass works as it is."""
     # All pipeline stages should have equal work. The output layer is as much work as `extra`
-    # blocks. So the last one gets so many blocks less, but it keeps at least one.
+    # blocks. So the last one gets that many fewer, but it keeps at least one.
     num_stages = stage.last + 1
     block_size = sum(p.numel() for p in blocks[0].parameters())
     extra = model.get_output_embeddings().weight.numel() // block_size
@@ -532,7 +531,7 @@ def keep_stage(model, blocks, stage):
     own = np.array_split(range(len(blocks) + extra), num_stages)[stage.index]
     own = own[own < len(blocks)]
     removed = [block for i, block in enumerate(blocks) if i not in own]
-    # A weight that both share is saved under the name of the embeddings: the last one keeps them.
+    # A tied weight has the name of the embeddings, so the last pipeline stage keeps them.
     if not stage.is_first and not (stage.is_last and model.config.tie_word_embeddings):
         removed.append(model.get_input_embeddings())
     if not stage.is_last:
@@ -686,9 +685,9 @@ def sample(model, row, num_tokens, tokenizer, device, stage):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # What is not written yet is 0. It makes no difference, because attention is causal.
+        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
         logits = forward_through_stages(model, stage, tokens)[0, i - 1]
-        # The temperature, 0.6: below 1 it makes likely tokens likelier.
+        # A temperature below 1, here 0.6, makes likely tokens likelier.
         probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
         # Only the last pipeline stage had logits. Its token replaces what the others have sampled.
@@ -749,7 +748,7 @@ def load_tokenizer(model_name, dataset_name):
         tokenizer = tiny_tokenizer()
     else:
         tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without its files, transformers makes one that has special tokens only.
+        # Without files, transformers makes a tokenizer of special tokens only.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 

@@ -3,6 +3,7 @@
 A check takes a document's name and its text, and returns what is wrong in it. The last test gives
 each check a text with that fault."""
 
+import ast
 import contextlib
 import io
 import os
@@ -29,10 +30,12 @@ BELOW = {stage: below for below, stage in PAIRS}
 CHAPTERS = [f"{stage}/README.md" for stage in STAGES]
 # The second file of a chapter: what is not on its main path.
 DEEPER = [f"{stage}/deeper.md" for stage in STAGES if (ROOT / stage / "deeper.md").exists()]
+# What read.py shows below single lines.
+NOTES = [f"{stage}/notes.md" for stage in STAGES]
 MEASUREMENTS = "outputs/measured/README.md"
 GLOSSARY = "GLOSSARY.md"
 DOCUMENTS = ["README.md", "GUIDE.md", "CONTRIBUTING.md", "outputs/README.md"]
-DOCUMENTS += [MEASUREMENTS, GLOSSARY, *CHAPTERS, *DEEPER]
+DOCUMENTS += [MEASUREMENTS, GLOSSARY, *CHAPTERS, *DEEPER, *NOTES]
 TOYS = {stage: ROOT / stage / "toy.py" for stage in STAGES}
 TOYS["01-single-gpu"] = ROOT / "01-single-gpu" / "skeleton.py"
 TEXTS = {name: (ROOT / name).read_text() for name in DOCUMENTS if (ROOT / name).exists()}
@@ -48,8 +51,8 @@ for program in ("prepare.py", "compare.py", "05-multinode/submit.py"):
 
 
 def stage_of(name):
-    """The stage whose chapter a document is, or the second file of it. None for others."""
-    return name.split("/")[0] if name in (*CHAPTERS, *DEEPER) else None
+    """The stage to whose chapter a document belongs. None for others."""
+    return name.split("/")[0] if name in (*CHAPTERS, *DEEPER, *NOTES) else None
 
 
 def fences(text, language):
@@ -168,23 +171,55 @@ def wrong_quotes(name, text):
 
 
 def unexplained_hunks(name, text):
-    """Hunks of the diff, runs of changed lines, of which no block quotes a changed line."""
+    """Hunks of a stage's diff without a new comment or docstring and without a note in `text`.
+
+    Lines of imports, docstrings, flags and signatures need none."""
     stage = stage_of(name)
-    if stage not in BELOW or name in DEEPER:
+    if name not in NOTES or stage not in BELOW:
         return []
-    diff, quoted, end = full_diff(BELOW[stage], stage), set(), 0
-    for block in fences(text, "diff"):
-        # In reading order if it can be, for some lines are in several hunks.
-        found = places(block, diff, end) or places(block, diff) or []
-        end = found[-1] + 1 if found else end
-        quoted |= {i for i in found if diff[i] not in ("", "+", "-")}
+    old, new = script(BELOW[stage]), script(stage)
+    headings = [heading.strip("`") for heading in re.findall("^## (.*)", text, re.MULTILINE)]
+    lines = [line.strip() for line in new.read_text().splitlines()]
+    noted = {line for line in lines if any(heading in line for heading in headings)}
+    plain, docstrings = zip(plain_lines(old), plain_lines(new), strict=True)
     problems = []
-    for changed, hunk in groupby(range(len(diff)), lambda i: diff[i][:1] in ("+", "-")):
-        hunk = list(hunk)
-        if changed and not quoted & set(hunk):
-            lines = "\n".join(diff[i] for i in hunk[:8])
-            problems.append(f"{name}: no block explains this hunk:\n{lines}")
+    for hunk in re.split("^@@ -", git_diff(BELOW[stage], stage, "-U1"), flags=re.MULTILINE)[1:]:
+        head, *lines = hunk.rstrip().split("\n")
+        first = re.match(r"(\d+)\S* \+(\d+)", head)
+        numbers = [int(first[1]), int(first[2])]
+        is_explained, changed = False, []
+        for line in lines:
+            mark, code = line[:1], line[1:].strip()
+            side = 0 if mark == "-" else 1
+            if mark == "+":
+                is_explained |= re.search("(^|  )# ", code) is not None
+                is_explained |= numbers[1] in docstrings[1]
+            if mark != "-":
+                is_explained |= code in noted
+            if mark != " " and code and numbers[side] not in plain[side] | docstrings[side]:
+                changed.append(line)
+            numbers[0] += mark != "+"
+            numbers[1] += mark != "-"
+        if changed and not is_explained:
+            problems.append(f"{name}: no comment and no note explains\n" + "\n".join(changed))
     return problems
+
+
+def plain_lines(path):
+    """Numbers of the lines of imports, flags and signatures, and of docstrings."""
+    plain, docstrings = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        lines = range(getattr(node, "lineno", 0), getattr(node, "end_lineno", 0) + 1)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            plain |= set(lines)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+            first = node.body[0]
+            plain |= set(range(lines.start, first.lineno))
+            if getattr(node, "name", "") == "parse_args":
+                plain |= set(lines)
+            if ast.get_docstring(node):
+                docstrings |= set(range(first.lineno, first.end_lineno + 1))
+    return plain, docstrings
 
 
 def wrong_counts(name, text):
@@ -224,10 +259,12 @@ def missing_paths(name, text):
         first, _, rest = word.partition("/")
         ours = first in top and rest and not (first == "outputs" and rest[:8] != "measured")
         ours = ours or re.fullmatch(r"[\w.-]+\.(py|sh|sbatch|toml)", word)
+        if not ours or "*" in word:
+            continue
         known = [ROOT / word, ROOT / Path(name).parent / word]
         if "/" not in word:
             known += [*ROOT.glob(f"*/{word}"), *ROOT.glob(f"tests/*/{word}")]
-        if ours and "*" not in word and not any(p.exists() for p in known):
+        if not any(path.exists() for path in known):
             problems.append(f"{name}: there is no {word}")
     for path, test in re.findall(r"(tests/test_\w+\.py)::(\w+)", text):
         if (ROOT / path).exists() and f"def {test}(" not in (ROOT / path).read_text():
@@ -322,12 +359,7 @@ CHECKS += [unknown_measurements]
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_prose_is_true(name):
-    problems = []
-    for check in CHECKS:
-        text = TEXTS[name]
-        if check is unexplained_hunks:  # those not on the main path are in the second file
-            text += TEXTS.get(f"{stage_of(name)}/deeper.md", "")
-        problems += check(name, text)
+    problems = [problem for check in CHECKS for problem in check(name, TEXTS[name])]
     assert not problems, "\n".join(problems)
 
 
@@ -335,7 +367,7 @@ FAULTS = [
     (wrong_quotes, "```diff\n-import argparse\n```\n"),
     (wrong_quotes, "```diff\n+import torch.distributed as dist\n import gc\n```\n"),
     (wrong_quotes, "```python\nimport gc\nimport argparse\n```\n"),
-    (unexplained_hunks, "```diff\n+import torch.distributed as dist\n```\n"),
+    (unexplained_hunks, "## `def main(args):`\n\nWhy?\n\nBecause.\n"),
     (wrong_counts, "It has 51 changed\nlines."),
     (missing_paths, "See `tests/no_such.py`."),
     (missing_paths, "See `no_such.sh`."),
@@ -351,4 +383,5 @@ FAULTS = [
 
 def test_a_check_finds_its_fault():
     for check, text in FAULTS:
-        assert check("02-ddp/README.md", text), text
+        name = "02-ddp/notes.md" if check is unexplained_hunks else "02-ddp/README.md"
+        assert check(name, text), text

@@ -61,7 +61,6 @@ class Line:
     partner: "Line | None" = None  # the line of the parent that has become this one, or the reverse
     changed: set = field(default_factory=set)  # indices of tokens that its partner does not have
     shown: bool = True  # not folded
-    anchor: str = ""  # where the contents lead to
 
     @property
     def text(self):
@@ -251,8 +250,7 @@ def in_order(group):
 
 def names(line):
     """The names in a line, without those in a comment that follows code."""
-    text = line.text if line.prose is not None else line.text.partition("  #")[0]
-    return re.findall(r"(?!True|False|None)\b[A-Za-z]\w*", text)
+    return re.findall(r"(?!True|False|None)\b[A-Za-z]\w*", line.text)
 
 
 def count(lines):
@@ -283,14 +281,12 @@ def add_notes(path, lines, base):
 
 
 def cut(lines):
-    """Cuts the lines into pieces, where a line begins one and where a removed comment ends."""
+    """Cuts the lines into pieces, where a line begins one."""
     pieces = [[]]
     for line in lines:
         piece = pieces[-1]
         code = [other for other in piece if other.prose is None]
-        is_old = code and {other.mark for other in piece if other.prose is not None} == {"-"}
-        ends = is_old and line.mark == "+" and not line.partner
-        if ends or (line.begins and code and not code[-1].begins):
+        if line.begins and code and not code[-1].begins:
             pieces.append([])
         pieces[-1].append(line)
     return pieces
@@ -304,30 +300,24 @@ def page_body(pieces, parent):
     if parent:
         choose_shown(pieces)
     parts = [list(part) for piece in pieces for _, part in groupby(piece, lambda line: line.shown)]
-    body, contents, hunks, in_hunk = "", "", [], False
-    for part in parts:
-        prose = [line for line in part if line.prose is not None]
-        if parent:  # an entry is what has changed, up to the next comment that has changed
-            belongs = part[0].shown and any(line.mark != " " for line in part)
-            begins = belongs and (not in_hunk or any(line.mark == "+" for line in prose))
-        else:  # a function, and in main() what has a comment
-            belongs = bool(prose)
-            is_definition = re.match(" *(@|def |class )", part[0].text)
-            begins = belongs and (part[-1].function == "main" or is_definition)
-        if begins:
-            hunks.append([])
-        if belongs and hunks:
-            hunks[-1] += part
-        in_hunk = belongs
-        part[0].anchor = f"h{len(hunks)}" if begins else ""
-    for shown, group in groupby(parts, lambda part: part[0].shown):
-        html_of_parts = "".join(map(piece_html, group := list(group)))
-        body += html_of_parts if shown else fold(group, html_of_parts, parent)
-    for i, lines in enumerate(hunks, 1):
-        functions = [line.function for line in lines if line.mark == "+" and line.function]
-        function = functions[0] if functions else lines[-1].function
-        if text := title(lines):
-            contents += f'<li><a href="#h{i}"><b>{function}</b> {text}</a>'
+    body, contents, num_stops = "", "", 0
+    for is_shown, group in groupby(parts, lambda part: part[0].shown):
+        group = list(group)
+        text = ""
+        for part in group:
+            if parent:
+                is_stop = any(line.mark != " " for line in part)
+            else:  # a function, and in main() what has a comment
+                is_definition = re.match(" *(@|def |class )", part[0].text) is not None
+                has_prose = any(line.prose for line in part)
+                is_stop = has_prose and (part[-1].function == "main" or is_definition)
+            num_stops += is_stop
+            text += piece_html(part, f"stop{num_stops}" if is_stop else "")
+            if is_stop and (heading := title(part)):
+                functions = [line.function for line in part if line.mark == "+"]
+                function = "".join(functions[:1]) or part[-1].function
+                contents += f'<li><a href="#stop{num_stops}"><b>{function}</b> {heading}</a>'
+        body += text if is_shown else fold(group, text, parent)
     return body, f"<ol>{contents}</ol>"
 
 
@@ -381,7 +371,7 @@ def code_spans(text):
     return re.sub("`([^`]+)`", r"<code>\1</code>", text)
 
 
-def piece_html(lines):
+def piece_html(lines, name=""):
     prose = [line for line in lines if line.prose is not None]
     code = [line for line in lines if line.prose is None]
     for end in (0, -1):
@@ -393,7 +383,7 @@ def piece_html(lines):
     margin = "new" if marks == {"+"} else "old" if marks == {"-"} else ""
     rows = "".join(line_html(line) for line in code if not is_in_partner(line))
     return (
-        f'<section class="piece {"hunk" if lines[0].anchor else ""}" id="{lines[0].anchor}">'
+        f'<section class="piece {"stop" if name else ""}" id="{name}">'
         f'<div class="margin {margin}">{prose_html(lines)}</div>'
         f"<div class=code>{rows}</div></section>\n"
     )

@@ -46,7 +46,7 @@ LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --
 LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
 LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
 LAUNCHERS += " --index-url --picture --additional-suffix --signals-to-handle"
-for program in ("prepare.py", "compare.py", "05-multinode/submit.py"):
+for program in ("prepare.py", "compare.py", "read.py", "05-multinode/submit.py"):
     LAUNCHERS += " " + " ".join(re.findall(r'"(--[a-z-]+)"', (ROOT / program).read_text()))
 
 
@@ -258,7 +258,7 @@ def missing_paths(name, text):
     for word in {word.strip("\"',;:()").lstrip("@").split("::")[0] for word in words}:
         first, _, rest = word.partition("/")
         ours = first in top and rest and not (first == "outputs" and rest[:8] != "measured")
-        ours = ours or re.fullmatch(r"[\w.-]+\.(py|sh|sbatch|toml)", word)
+        ours = ours or re.fullmatch(r"(?!my-)[\w.-]+\.(py|sh|sbatch|toml)", word)
         if not ours or "*" in word:
             continue
         known = [ROOT / word, ROOT / Path(name).parent / word]

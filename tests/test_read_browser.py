@@ -1,0 +1,169 @@
+"""The pages of read.py in a real browser, driven by playwright."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, STAGES, script
+
+try:
+    from playwright.sync_api import sync_playwright
+except ImportError:
+    sync_playwright = None
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.law2,
+    pytest.mark.skipif(not CHROMIUM, reason="needs chromium: apt-get install chromium"),
+    pytest.mark.skipif(not sync_playwright, reason="needs playwright: pip install -e '.[browser]'"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    command = [sys.executable, ROOT / "read.py", "-o", folder]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser, folder):
+    """Opens a page. At the end, it has reported no error, and has asked for no other file."""
+    pages, problems = [], []
+
+    def opener(name, width=1400, scheme="light"):
+        size = {"width": width, "height": 900}
+        page = browser.new_page(viewport=size, color_scheme=scheme)
+        page.set_default_timeout(120_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("request", lambda request: problems.append(request.url))
+        name = name if name == "index" else name[:2]
+        page.goto((folder / f"{name}.html").as_uri())
+        assert problems.pop(0) == page.url
+        pages.append(page)
+        return page
+
+    yield opener
+    for page in pages:
+        page.close()
+    assert not problems
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_of_the_script_can_be_seen(open_page, stage):
+    """With nothing folded, each line is visible once, in the order of the script: in the code as
+    it stands, or as words in the margin."""
+    page = open_page(stage)
+    if stage != STAGES[0]:
+        page.click("#all")
+    rows = page.locator(".l:not(.del):visible").all_inner_texts()
+    rows = [re.match(r"(\d+)\s*(.*)", row, re.DOTALL).groups() for row in rows]
+    numbers = [int(number) for number, _ in rows]
+    assert numbers == sorted(set(numbers))
+    lines = dict(enumerate(script(stage).read_text().splitlines(), 1))
+    for number, text in rows:
+        assert text.split() == lines[int(number)].split()
+    margin = page.evaluate(
+        """[...document.querySelectorAll('.margin')].map(margin => {
+            margin = margin.cloneNode(true)
+            margin.querySelectorAll('del').forEach(part => part.remove())
+            return margin.textContent
+        }).join(' ')"""
+    )
+    rest = " ".join(text for number, text in lines.items() if number not in numbers)
+    assert re.findall(r"\w+", margin) == re.findall(r"\w+", rest)
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "index"])
+@pytest.mark.parametrize("width", [400, 1000, 1400])
+def test_nothing_is_wider_than_the_window(open_page, stage, width):
+    page = open_page(stage, width)
+    page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    too_wide = "[...document.querySelectorAll('.c, .note, .margin')]"
+    too_wide += ".filter(part => part.scrollWidth > part.clientWidth + 1).length"
+    assert page.evaluate(too_wide) == 0
+
+
+def test_keys_folds_and_contents(open_page):
+    page = open_page("02-ddp")
+    lines = page.locator(".l:visible")
+    folded = lines.count()
+    for _ in range(3):
+        page.keyboard.press("n")
+    page.keyboard.press("p")
+    assert page.locator("#where").inner_text().startswith("2 / ")
+    top = page.locator(".here").bounding_box()["y"]
+    assert page.locator("header").bounding_box()["height"] <= top < 200, "below the header"
+    page.locator(".fold > summary").first.click()
+    assert lines.count() > folded
+    page.click("#all")
+    assert lines.count() > 500 > 300 > folded
+    page.click("#all")
+    assert lines.count() == folded
+    page.locator(".contents a", has_text="DDP copies the weights").click()
+    place = page.locator("#where").inner_text()
+    here = page.locator(page.evaluate("location.hash"))
+    assert "DistributedDataParallel(model" in here.inner_text()
+    page.keyboard.press("n")
+    page.keyboard.press("p")
+    assert page.locator(".here").get_attribute("id") == here.get_attribute("id")
+    assert page.locator("#where").inner_text() != place or place.startswith("9 /")
+
+
+def test_a_note_opens_below_its_line(open_page):
+    page = open_page("02-ddp")
+    line = page.locator(".l", has_text="dist.all_reduce(num_targets, group=data_group)")
+    note = line.locator("xpath=following-sibling::*[1]")
+    assert note.get_attribute("class") == "note"
+    answer = note.locator("p").last
+    assert not answer.is_visible()
+    note.locator("summary").click()
+    assert answer.is_visible()
+    assert line.bounding_box()["y"] < note.bounding_box()["y"] < line.bounding_box()["y"] + 40
+
+
+def test_what_is_copied_is_plain_code(open_page):
+    """No numbers, no removed lines, no notes, and the indentation of the script."""
+    page = open_page("02-ddp")
+    page.click("#all")
+    text = page.evaluate(
+        """() => {
+            const section = [...document.querySelectorAll('.code')]
+                .find(code => code.textContent.includes('is_last = i == len'))
+            getSelection().selectAllChildren(section)
+            return getSelection().toString()
+        }"""
+    )
+    assert "stop" not in text and "What happens" not in text
+    copied = [line for line in text.splitlines() if line.strip()]
+    lines = script("02-ddp").read_text().splitlines()
+    lines = lines[lines.index(copied[0]) :]
+    code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
+    assert len(copied) > 5 and copied == code[: len(copied)]
+
+
+def test_light_and_dark(open_page):
+    """The page follows the setting of the system."""
+    colors = {}
+    for scheme in ("light", "dark"):
+        page = open_page("02-ddp", scheme=scheme)
+        style = "getComputedStyle(document.body)"
+        for part in ("backgroundColor", "color"):
+            values = re.findall(r"\d+", page.evaluate(f"{style}.{part}"))
+            colors[scheme, part] = sum(map(int, values[:3])) / 3
+    assert colors["light", "backgroundColor"] > 200 > 90 > colors["light", "color"]
+    assert colors["dark", "backgroundColor"] < 60 < 160 < colors["dark", "color"]

@@ -286,7 +286,8 @@ def cut(lines):
     for line in lines:
         piece = pieces[-1]
         code = [other for other in piece if other.prose is None]
-        if line.begins and code and not code[-1].begins:
+        begins = line.begins and (line.mark != "-" or line.prose is not None)
+        if begins and code and not code[-1].begins:
             pieces.append([])
         pieces[-1].append(line)
     return pieces
@@ -337,11 +338,13 @@ def choose_shown(pieces):
     runs = [list(run) for _, run in groupby(lines, lambda line: line.shown)]
     for line in [line for run in runs if len(run) < SHORTEST_FOLD for line in run]:
         line.shown = True
-    for piece in pieces:  # a comment is shown as a whole, and with the first line of its code
-        code = [line for line in piece if line.prose is None]
-        prose = [line for line in piece if line.prose is not None]
-        for line in prose:
-            line.shown = any(other.shown for other in prose + code[:1])
+    shown = False
+    for is_code, run in groupby(reversed(lines), lambda line: line.prose is None):
+        run = list(run)
+        if not is_code:  # a comment is shown as a whole, and with the first line of its code
+            for line in run:
+                line.shown = shown or any(line.shown for line in run)
+        shown = run[-1].shown
 
 
 def fold(pieces, body, parent):

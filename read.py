@@ -55,6 +55,7 @@ class Line:
     tokens: list = field(default_factory=list)  # (CSS class of pygments, text)
     prose: str | None = None  # the text of a comment or docstring, which goes into the margin
     begins: bool = False  # a piece
+    is_import: bool = False
     function: str = ""  # the function or class around it
     notes: list = field(default_factory=list)  # (question, answer), in HTML
     mark: str = " "  # "-": only in the parent, "+": only in the child
@@ -117,15 +118,18 @@ def write_page(page, stage, path, parent, base):
         name = html.escape(parent_stage or parent_path.name)
         link = f'<a href="{name[:2]}.html">{name}</a>' if parent_stage else name
         title += f" <span>compared with {link}</span>"
+    links = '<a href="index.html">all stages</a>'
     if stage:
+        links = f'<a href="{base}/{stage}/README.md">chapter</a> {links}'
         add_notes(path.with_name("notes.md"), lines, f"{base}/{stage}")
     size = "+{} −{} lines".format(*count(lines)) if parent else f"{len(lines)} lines"
     body, contents = page_body(cut(lines), parent)
-    write(page, "diff" if parent else "whole", title, body, contents, size)
+    write(page, "diff" if parent else "whole", title, body, contents, size, links)
 
 
-def write(page, kind, title, body, contents="", size=""):
-    values = {"kind": kind, "title": title, "body": body, "contents": contents, "size": size}
+def write(page, kind, title, body, contents="", size="", links=""):
+    values = {"kind": kind, "title": title, "name": re.sub("<.*?>", "", title), "size": size}
+    values |= {"contents": contents, "body": body, "links": links}
     template = (ROOT / "read.html").read_text(encoding="utf-8")
     text = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
     page.write_text(text, encoding="utf-8")
@@ -165,8 +169,11 @@ def read_script(path):
                 lines[index].tokens.append((STANDARD_TYPES[kind], part))
     lines.pop()  # what follows the last line break
 
-    name = ""
+    name, in_import = "", False
     for line in lines:
+        if re.match("[^ )]", line.text):
+            in_import = line.text.startswith(("from ", "import "))
+        line.is_import = in_import
         if match := re.match(r"(?:def|class) (\w+)", line.text):
             name = match[1]
         elif name and re.match(r"[\w@]", line.text):
@@ -307,7 +314,7 @@ def page_body(pieces, parent):
         text = ""
         for part in group:
             if parent:
-                is_stop = any(line.mark != " " for line in part)
+                is_stop = is_shown and any(line.mark != " " for line in part)
             else:  # a function, and in main() what has a comment
                 is_definition = re.match(" *(@|def |class )", part[0].text) is not None
                 has_prose = any(line.prose for line in part)
@@ -319,20 +326,22 @@ def page_body(pieces, parent):
                 function = "".join(functions[:1]) or part[-1].function
                 contents += f'<li><a href="#stop{num_stops}"><b>{function}</b> {heading}</a>'
         body += text if is_shown else fold(group, text, parent)
-    return body, f"<ol>{contents}</ol>"
+    return body, f"<details><summary>Contents</summary><ol>{contents}</ol></details>"
 
 
 def choose_shown(pieces):
-    """A piece with a change is shown, of a long one what is near the change, and what is before."""
+    """A piece with a change is shown, of a long one what is near the change, and what is before.
+
+    Imports are not."""
     for before, piece in pairwise([[], *pieces]):
-        marked = [line.mark != " " for line in piece]
-        context, longest = (CONTEXT, LONG_PIECE) if piece[0].function else (1, 0)  # less of imports
-        is_short = sum(line.prose is None for line in piece) <= longest
+        marked = [line.mark != " " and not line.is_import for line in piece]
+        is_short = sum(line.prose is None for line in piece) <= LONG_PIECE
         for i, line in enumerate(piece):
-            near = any(marked[max(0, i - context) : i + context + 1])
-            line.shown = near or (any(marked) and is_short) or bool(line.notes)
+            near = any(marked[max(0, i - CONTEXT) : i + CONTEXT + 1])
+            near |= (any(marked) and is_short) or bool(line.notes)
+            line.shown = near and not line.is_import
         if marked[0]:
-            for line in [line for line in before if line.prose is None][-context:]:
+            for line in [line for line in before if line.prose is None][-CONTEXT:]:
                 line.shown = True
     lines = [line for piece in pieces for line in piece]
     runs = [list(run) for _, run in groupby(lines, lambda line: line.shown)]
@@ -348,12 +357,15 @@ def choose_shown(pieces):
 
 
 def fold(pieces, body, parent):
-    """Unchanged pieces, hidden below a line that names what is in them."""
+    """Hidden pieces, below a line that names what is in them."""
     lines = [line for piece in pieces for line in piece]
-    found = [match[1] for line in lines if (match := re.match(r"(?:def|class) (\w+)", line.text))]
+    added, removed = count(lines)
+    size = f"+{added} −{removed}" if added + removed else f"as in {html.escape(parent)}"
+    found = ["imports"] if any(line.is_import for line in lines) else []
+    found += [match[1] for line in lines if (match := re.match(r"(?:def|class) (\w+)", line.text))]
     found = found or [title(piece) for piece in pieces if piece[0].prose]
     text = " · ".join(name.rstrip(".:") for name in found)
-    label = f"{len(lines)} lines as in {html.escape(parent)}" + f": {text}" * bool(text)
+    label = f"{len(lines)} lines, {size}" + f": {text}" * bool(text)
     return f"<details class=fold><summary>{label}</summary>{body}</details>\n"
 
 

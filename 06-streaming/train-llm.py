@@ -423,8 +423,8 @@ def main(args):
             if saving:
                 saving.result()  # before its memory gets another copy
             # The loop waits until the tensors are copied to the memory of the CPU. A thread writes
-            # the copy to the disk, while the loop goes on. With copy_ahead=0 it uses no CUDA
-            # stream, which in a thread would be one of GPU 0.
+            # the copy to the disk, while the loop goes on. With copy_ahead=0 the thread uses no
+            # GPU: that of a new thread is GPU 0, on each rank.
             writer = CheckpointWriter(
                 run_dir, step, values, args.keep_checkpoints, per_thread_copy_ahead=0
             )

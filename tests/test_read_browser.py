@@ -114,14 +114,13 @@ def test_keys_folds_and_contents(open_page):
     assert lines.count() > 500 > 300 > folded
     page.click("#all")
     assert lines.count() == folded
+    page.click(".contents summary")
     page.locator(".contents a", has_text="DDP copies the weights").click()
-    place = page.locator("#where").inner_text()
     here = page.locator(page.evaluate("location.hash"))
     assert "DistributedDataParallel(model" in here.inner_text()
     page.keyboard.press("n")
     page.keyboard.press("p")
     assert page.locator(".here").get_attribute("id") == here.get_attribute("id")
-    assert page.locator("#where").inner_text() != place or place.startswith("9 /")
 
 
 def test_a_note_opens_below_its_line(open_page):

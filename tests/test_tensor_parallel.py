@@ -282,7 +282,7 @@ def test_no_rank_holds_the_logits_of_the_whole_vocabulary(tmp_path, processes, t
 def test_the_count_sees_logits_that_are_gathered(tmp_path):
     sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
     folder = save_config(tmp_path / "m", "llama", **sizes)
-    place = "    # The result is a DTensor, as the logits are."
+    place = "    # The loss is a DTensor, as the logits are."
     gather = (place, f"    logits.redistribute(placements=[Replicate()])\n{place}")
     flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4)
     facts = watched(tmp_path, 2, *flags, edits=[gather])

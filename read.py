@@ -256,7 +256,7 @@ def in_order(group):
 
 
 def names(line):
-    """The names in a line, without those in a comment that follows code."""
+    """The names in a line, by which a removed line is found again in the new ones."""
     return re.findall(r"(?!True|False|None)\b[A-Za-z]\w*", line.text)
 
 

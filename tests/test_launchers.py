@@ -205,7 +205,9 @@ NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
 def variables_of_workers(folder, **more):
     """What run.sh sets of NAMES for the workers of a node."""
     script = folder / "variables.py"
-    script.write_text(f"import os\nprint([os.environ.get(name) for name in {NAMES}], flush=True)\n")
+    # A single write, as `print` writes a text and its line break apart, and others come in between.
+    line = f'f"{{[os.environ.get(name) for name in {NAMES}]}}\\n"'
+    script.write_text(f"import os\nos.write(1, {line}.encode())\n")
     given = {"MASTER_PORT": str(free_port()), "LAST_CALL": "1", "NNODES": "1:2"} | more
     command = ["env", *(f"--unset={name}" for name in NAMES if name not in more), "bash", RUN]
     done = launch(*command, SCRIPT=str(script), MASTER_ADDR="127.0.0.1", **given)

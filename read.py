@@ -330,16 +330,15 @@ def page_body(pieces, parent):
 
 
 def choose_shown(pieces):
-    """A piece with a change is shown, of a long one what is near the change, and what is before.
+    """A piece with a change or a note is shown, of a long one what is near it, and what is before.
 
     Imports are not."""
     for before, piece in pairwise([[], *pieces]):
-        marked = [line.mark != " " and not line.is_import for line in piece]
+        marked = [(line.mark != " " or bool(line.notes)) and not line.is_import for line in piece]
         is_short = sum(line.prose is None for line in piece) <= LONG_PIECE
         for i, line in enumerate(piece):
             near = any(marked[max(0, i - CONTEXT) : i + CONTEXT + 1])
-            near |= (any(marked) and is_short) or bool(line.notes)
-            line.shown = near and not line.is_import
+            line.shown = (near or (any(marked) and is_short)) and not line.is_import
         if marked[0]:
             for line in [line for line in before if line.prose is None][-CONTEXT:]:
                 line.shown = True

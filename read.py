@@ -86,7 +86,8 @@ def main():
         write_page(page, stage, path, args.parent or PARENTS.get(stage), base)
     else:
         for stage in STAGES:
-            write_page(args.output / f"{stage[:2]}.html", *find(stage), PARENTS.get(stage), base)
+            page = args.output / f"{stage[:2]}.html"
+            write_page(page, *find(stage), PARENTS.get(stage), base, with_links=True)
         page = args.output / "index.html"
         write(page, kind="index", title="Stages", body=f"<ul>{tree(STAGES[0])}</ul>")
     print(page)
@@ -108,17 +109,19 @@ def find(name):
     return "", Path(name)
 
 
-def write_page(page, stage, path, parent, base):
-    """The page of a script: against its parent, or as a whole if `parent` is None."""
+def write_page(page, stage, path, parent, base, with_links=False):
+    """The page of a script: against its parent, or as a whole if `parent` is None.
+
+    `with_links`: to other pages, which must be written too."""
     title = html.escape(stage or path.name)
     lines = read_script(path)
     if parent:
         parent_stage, parent_path = find(parent)
         lines = merge(parent_path, path)
         name = html.escape(parent_stage or parent_path.name)
-        link = f'<a href="{name[:2]}.html">{name}</a>' if parent_stage else name
+        link = f'<a href="{name[:2]}.html">{name}</a>' if with_links else name
         title += f" <span>compared with {link}</span>"
-    links = '<a href="index.html">all stages</a>'
+    links = '<a href="index.html">all stages</a>' if with_links else ""
     if stage:
         links = f'<a href="{base}/{stage}/README.md">chapter</a> {links}'
         add_notes(path.with_name("notes.md"), lines, f"{base}/{stage}")

@@ -255,7 +255,7 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # Average the gradients once per step, in the backward pass of the last micro-batch.
+            # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == len(micro_batches) - 1
             model.require_backward_grad_sync = is_last  # `with model.no_sync():` sets it to False
 

@@ -332,8 +332,8 @@ def main(args):
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
             # By default each backward pass averages gradients, so a rank keeps those of its shards.
-            # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP:
-            # Average the gradients once per step, in the backward pass of the last micro-batch.
+            # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP.
+            # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == len(micro_batches) - 1
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)

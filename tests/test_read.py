@@ -151,6 +151,8 @@ def test_links_of_notes_lead_to_the_repository(course):
         assert run_read("02", *options, root=course).returncode == 0
         text = (course / "outputs" / "read" / "02.html").read_text()
         assert f'href="{base}/02-ddp/deeper.md#b"' in text and 'href="https://d.org/e"' in text
+        assert f'href="{base}/02-ddp/README.md"' in text
+        assert '.html"' not in text, "other pages have not been written"
 
 
 def test_a_copy_of_a_script_is_compared_with_its_parent(tmp_path):

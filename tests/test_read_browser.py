@@ -99,6 +99,7 @@ def test_nothing_is_wider_than_the_window(open_page, stage, width):
 
 
 def test_keys_folds_and_contents(open_page):
+    open_page("index").keyboard.press("n")  # does nothing
     page = open_page("02-ddp")
     lines = page.locator(".l:visible")
     folded = lines.count()
@@ -136,23 +137,31 @@ def test_a_note_opens_below_its_line(open_page):
 
 
 def test_what_is_copied_is_plain_code(open_page):
-    """No numbers, no removed lines, no notes, and the indentation of the script."""
+    """No numbers, no removed lines, no comments of the margin, no notes, not even open ones, and
+    nothing that is folded. The indentation is that of the script."""
     page = open_page("02-ddp")
-    page.click("#all")
+    page.evaluate("document.querySelectorAll('.note').forEach(note => note.open = true)")
     text = page.evaluate(
         """() => {
-            const section = [...document.querySelectorAll('.code')]
-                .find(code => code.textContent.includes('is_last = i == len'))
-            getSelection().selectAllChildren(section)
-            return getSelection().toString()
+            const lines = [...document.querySelectorAll('.l')]
+            const first = lines.find(line => line.textContent.includes('step_loss = torch.zeros'))
+            const last = lines.find(line => line.textContent.includes('is_last_step = step =='))
+            getSelection().setBaseAndExtent(first, 0, last, 2)
+            const clipboardData = new DataTransfer()
+            document.dispatchEvent(new ClipboardEvent('copy', {clipboardData}))
+            return clipboardData.getData('text/plain')
         }"""
     )
-    assert "stop" not in text and "What happens" not in text
-    copied = [line for line in text.splitlines() if line.strip()]
     lines = script("02-ddp").read_text().splitlines()
-    lines = lines[lines.index(copied[0]) :]
-    code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
-    assert len(copied) > 5 and copied == code[: len(copied)]
+    first = next(i for i, line in enumerate(lines) if "step_loss = torch.zeros" in line)
+    last = next(i for i, line in enumerate(lines) if "is_last_step = step ==" in line)
+    lines = [line for line in lines[first : last + 1] if not line.strip().startswith("#")]
+    copied = text.splitlines()
+    assert copied[0] == lines[0] and copied[-1] == lines[-1]
+    assert 12 < len(copied) < len(lines), "some lines are folded"
+    assert [line for line in lines if line.strip() and line in copied] == [
+        line for line in copied if line.strip()
+    ]
 
 
 def test_light_and_dark(open_page):

@@ -222,6 +222,26 @@ def plain_lines(path):
     return plain, docstrings
 
 
+def unmeasured(name, text):
+    """Numbers with three or more decimals in notes to which no measured number can be rounded.
+
+    Those of the script itself, such as a default, are not measured."""
+    if name not in NOTES:
+        return []
+    number = r"(?<![\w.])\d+\.\d{3,}\b"
+    tables = " ".join(path.read_text() for path in measured("*.md"))
+    known = [float(found) for found in re.findall(r"(?<![\w.])\d+\.\d+\b", tables)]
+    source = script(stage_of(name)).read_text()
+    problems = []
+    for found in sorted(set(re.findall(number, re.sub(r"\]\([^)]*\)", "", text)))):
+        if found in source:
+            continue
+        decimals = len(found.partition(".")[2])
+        if not any(round(value, decimals) == float(found) for value in known):
+            problems.append(f"{name}: no file of outputs/measured has {found}")
+    return problems
+
+
 def wrong_counts(name, text):
     """`NN changed lines` that are not so, in a chapter between its stage and the last."""
     pairs = [(BELOW[stage_of(name)], stage_of(name))] if stage_of(name) in BELOW else PAIRS
@@ -338,14 +358,14 @@ def unknown_measurements(name, text):
 
 
 def test_each_picture_and_table_is_shown():
-    """A measured table stands word for word in a document, below the command that wrote it."""
+    """A measured table stands word for word in a document, or is linked there."""
     everything = "".join(text for name, text in TEXTS.items())
     for path in [*(ROOT / "outputs" / "figures").iterdir(), *measured("*.svg"), *measured("*.png")]:
         assert f"/{path.name})" in everything or f"({path.name})" in everything, path
     for path in measured("*.md"):
         command, table = path.read_text().split("\n\n", 1)
         assert command.startswith("`python ")
-        assert table in everything, path
+        assert table in everything or f"/{path.name})" in everything, path
 
 
 def measured(pattern):
@@ -354,7 +374,7 @@ def measured(pattern):
 
 
 CHECKS = [wrong_quotes, unexplained_hunks, wrong_counts, missing_paths, broken_links, unknown_flags]
-CHECKS += [unknown_measurements]
+CHECKS += [unknown_measurements, unmeasured]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -368,6 +388,7 @@ FAULTS = [
     (wrong_quotes, "```diff\n+import torch.distributed as dist\n import gc\n```\n"),
     (wrong_quotes, "```python\nimport gc\nimport argparse\n```\n"),
     (unexplained_hunks, "## `def main(args):`\n\nWhy?\n\nBecause.\n"),
+    (unmeasured, "The loss is 6.0233 instead of 123.4567."),
     (wrong_counts, "It has 51 changed\nlines."),
     (missing_paths, "See `tests/no_such.py`."),
     (missing_paths, "See `no_such.sh`."),
@@ -383,5 +404,6 @@ FAULTS = [
 
 def test_a_check_finds_its_fault():
     for check, text in FAULTS:
-        name = "02-ddp/notes.md" if check is unexplained_hunks else "02-ddp/README.md"
+        of_notes = check in (unexplained_hunks, unmeasured)
+        name = "02-ddp/notes.md" if of_notes else "02-ddp/README.md"
         assert check(name, text), text

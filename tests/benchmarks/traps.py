@@ -1,7 +1,9 @@
 """Traps into which guides to training language models fall, each shown by a measurement.
 
-    python tests/benchmarks/traps.py NAME...    writes outputs/measured/trap-NAME.md, in seconds
-    python tests/benchmarks/traps.py all        all of them but `join`, which takes two minutes
+    python tests/benchmarks/traps.py NAME...    writes outputs/measured/trap-NAME.md
+    python tests/benchmarks/traps.py all        all of them but `join`
+
+`join` takes two minutes, `lines` three, and each other one some seconds.
 
 Numbers do not depend on the speed of the machine, but for the seconds of `join`. MEASURED is the
 folder for the tables, if not outputs/measured.
@@ -40,6 +42,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler
+from trap_lines import lines
 
 CPU = torch.device("cpu")
 # What a checkpoint holds besides tensors, where nothing depends on it.
@@ -864,6 +867,7 @@ TRAPS = {
     "sharded-init": sharded_init,
     "tensor-parallel": tensor_parallel,
     "pipeline-parallel": pipeline_parallel,
+    "lines": lines,
     "join": join,
 }
 

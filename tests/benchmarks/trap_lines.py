@@ -1,0 +1,206 @@
+"""Single lines, left out or changed: the numbers that the notes on lines quote."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from conftest import metrics, mutant, run
+
+DCT = "-s 128 --global-batch-size 16 -b 2 --max-steps 20"
+COMPRESSED = "-s 128 --global-batch-size 16 -b 4 --max-steps 20 --compression"
+# Stage, processes and flags, and what is written otherwise. The first row is the stage as it is.
+LINES = [
+    (
+        "01-single-gpu",
+        1,
+        "--dtype fp16 -s 64 --max-steps 40",
+        {"no `scaler.unscale_(optimizer)`": [("        scaler.unscale_(optimizer)\n", "")]},
+    ),
+    (
+        "02-ddp",
+        2,
+        "-s 64 --max-steps 40",
+        {
+            "no `all_reduce(num_targets, …)` in the loop": [
+                ("        dist.all_reduce(num_targets, group=data_group)", "        pass")
+            ],
+            "no `* num_shares`": [("(loss * num_shares /", "(loss /")],
+            "`model.module` in the forward pass": [
+                ("loss = loss_sum(model, input_ids", "loss = loss_sum(model.module, input_ids")
+            ],
+            "`indices[: len(indices) // num_shares]`": [
+                ("indices[rank::num_shares]", "indices[: len(indices) // num_shares]")
+            ],
+            "no `all_reduce(step_loss, …)`": [
+                ("            dist.all_reduce(step_loss, group=data_group)\n", "")
+            ],
+            "no `all_reduce(total, …)`": [("    dist.all_reduce(total, group=group)\n", "")],
+        },
+    ),
+    ("02-ddp", 2, "-s 64 --max-steps 40 --max-grad-norm 1e9", {}),
+    (
+        "02-ddp",
+        3,
+        "-s 64 --max-steps 40",
+        {
+            "no `targets[…] = -100`": [
+                ("        targets[num_real - start :] = -100", "        pass")
+            ]
+        },
+    ),
+    (
+        "04-compression",
+        2,
+        DCT,
+        {
+            "the hook on the root module alone": [
+                (
+                    "    for module in [*blocks, model]:\n        module.set_all",
+                    "    for module in [model]:\n        module.set_all",
+                )
+            ],
+            "`replica_average.is_last = True`": [
+                ("            replica_average.is_last = is_last\n", "")
+            ],
+            "no `zero_grad()` in the loop of micro-batches": [
+                ("is_last = is_last\n            optimizer.zero_grad()\n", "is_last = is_last\n")
+            ],
+            "no `gradient += self.sums.pop(module)`": [
+                ("gradient += self.sums.pop(module)", "self.sums.pop(module)")
+            ],
+            "`sums` keeps what it has": [("self.sums.pop(module)", "self.sums[module].clone()")],
+        },
+    ),
+    (
+        "04-compression",
+        2,
+        f"{COMPRESSED} dct",
+        {"no `basis[0] /= 2**0.5`": [("    basis[0] /= 2**0.5\n", "")]},
+    ),
+    (
+        "04-compression",
+        2,
+        f"{COMPRESSED} none",
+        {
+            "no `gradient /= self.group.size()`": [
+                ("            gradient /= self.group.size()\n", "")
+            ]
+        },
+    ),
+    (
+        "04-compression",
+        2,
+        f"{COMPRESSED} int8",
+        {
+            "the mean is not copied into `gradient`": [
+                ("        gradient.copy_((integers * scales).flatten()[: len(gradient)])\n", "")
+            ],
+            "an all-reduce of the integers": [
+                (
+                    "dist.all_to_all_single(parts, integers, group=self.group)",
+                    "dist.all_reduce(integers, group=self.group)",
+                ),
+                (
+                    "mean = (parts * part_scales).view(replicas, -1, CHUNK_LENGTH).mean(0)",
+                    "gradient.copy_((integers * scales).flatten()[: len(gradient)] / replicas)\n"
+                    "        return integers.nbytes + scales.nbytes",
+                ),
+            ],
+            "no `round()`": [(".round().to(torch.int8)", ".to(torch.int8)")],
+        },
+    ),
+    (
+        "04-compression",
+        2,
+        f"{COMPRESSED} dct --shard-size 2",
+        {
+            "compression is not switched off": [
+                ('        args.compression = "none"', "        pass")
+            ]
+        },
+    ),
+    (
+        "06-streaming",
+        2,
+        "-s 128 --max-steps 20 --lr-scheduler constant --warmup-steps 3",
+        {
+            "a rank has streams that follow one another": [
+                (
+                    "own = range(self.count)[dist.get_rank() :: dist.get_world_size()]",
+                    "own = np.array_split(range(self.count), dist.get_world_size())"
+                    "[dist.get_rank()].tolist()",
+                ),
+                ("train_data.all_positions(signal_group)", "None"),  # it would raise a KeyError
+            ]
+        },
+    ),
+    (
+        "08-pipeline-parallel",
+        2,
+        "-s 128 --max-steps 2",
+        {
+            "`in_flight.pop()`": [("in_flight.pop(0)", "in_flight.pop()")],
+            "no `gradients = num_shares / num_targets`": [
+                (
+                    "                gradients = num_shares / num_targets\n",
+                    "                pass\n",
+                )
+            ],
+            "`all_reduce(step_loss, group=data_group)`": [
+                ("dist.all_reduce(step_loss)", "dist.all_reduce(step_loss, group=data_group)")
+            ],
+        },
+    ),
+    (
+        "08-pipeline-parallel",
+        4,
+        "-s 128 --max-steps 2 -b 1",
+        {
+            "`data_group` has all ranks": [
+                ('data_group = mesh.get_group("shard")', "data_group = dist.group.WORLD")
+            ],
+            "no `num_shares`": [("num_shares / num_targets\n", "1 / num_targets\n")],
+            "the norm is summed over all ranks": [
+                (
+                    "dist.all_reduce(squared_norm, group=stage.group)",
+                    "dist.all_reduce(squared_norm)",
+                )
+            ],
+        },
+    ),
+    (
+        "08-pipeline-parallel",
+        4,
+        "-s 128 --max-steps 2 -b 1 --no-reshard-after-forward",
+        {
+            "`is_last = i == len(micro_batches) - 1`": [
+                ("is_last = i == num_rounds - 1", "is_last = i == len(micro_batches) - 1")
+            ]
+        },
+    ),
+]
+
+
+def lines():
+    """Single lines left out or changed: losses and norms of the gradients.
+
+    On the default data. Most of these mistakes raise no error, and some do not show in the loss."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("COURSE_HF_HOME", folder)
+        for stage, processes, flags, changes in LINES:
+            where = f"{stage[:2]}, {processes} × `{flags}`"
+            for change, edits in {"as it is": [], **changes}.items():
+                place = Path(folder, str(len(rows)))
+                path = mutant(place, stage, *edits)
+                more = ["--log-freq", 1, "-e", "a", "--save-dir", place]
+                run(stage, processes, *flags.split(), *more, path=path)
+                found = metrics(place / "a")
+                first, last = found[1], found[max(found)]
+                row = [where, change]
+                for step in (first, last):
+                    row += [f"{step['train/loss']:.4f}", f"{step['train/grad_norm']:.3f}"]
+                rows.append([*row, f"{last['eval/loss']:.4f}"])
+                where = ""
+    head = ["stage, processes, flags", "change", "loss, step 1", "gradient norm, step 1"]
+    return [*head, "loss, last step", "gradient norm, last step", "eval/loss"], rows

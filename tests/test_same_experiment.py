@@ -151,7 +151,14 @@ MUTANTS = {
         "02-ddp",
         ("        targets[num_real - start :] = -100", "        pass"),
     ),
-    "buffers not sent": ("03-fsdp", ("        dist.broadcast(buffer, src=0)\n", "")),
+    # With the line left out the buffers have arbitrary values, at times nan, which ends the run.
+    "buffers not sent": (
+        "03-fsdp",
+        (
+            "        dist.broadcast(buffer, src=0)\n",
+            "        if dist.get_rank() > 0:\n            buffer.zero_()\n",
+        ),
+    ),
     "weights not sent": (
         "03-fsdp",
         (

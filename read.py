@@ -38,6 +38,7 @@ PARENTS = {
     "06-streaming": "05-multinode",
     "07-tensor-parallel": "03-fsdp",
     "08-pipeline-parallel": "03-fsdp",
+    "09-context-parallel": "03-fsdp",
 }
 STAGES = ["01-single-gpu", *PARENTS]
 

@@ -39,12 +39,14 @@ SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", 
 
 def exact(stage, processes):
     """The flags with which a stage computes what the others do: from 04 on two replicas, dense. In
-    07 two ranks in a tensor group, in 08 two pipeline stages, if the number of processes is
-    even."""
+    07 two ranks in a tensor group, in 08 two pipeline stages, in 09 two ranks in a context group,
+    if the number of processes is even."""
     if stage == "07-tensor-parallel":
         return ("--tensor-size", 2 - processes % 2)
     if stage == "08-pipeline-parallel":
         return ("--stages", 2 - processes % 2)
+    if stage == "09-context-parallel":
+        return ("--context-size", 2 - processes % 2)
     if not builds_on(stage, "04-compression"):
         return ()
     return ("--compression", "none", "--shard-size", max(1, processes // 2))

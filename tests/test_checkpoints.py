@@ -39,6 +39,7 @@ CONFIGURATIONS = [
     ("05-multinode", 3),
     ("07-tensor-parallel", 4),
     ("08-pipeline-parallel", 4),
+    ("09-context-parallel", 4),
 ]
 
 

@@ -35,6 +35,7 @@ pytestmark = [
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
 STAGES = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
 STAGES += [("05-multinode", 1), ("07-tensor-parallel", 1), ("08-pipeline-parallel", 1)]
+STAGES += [("09-context-parallel", 1)]
 
 
 @pytest.mark.law1
@@ -171,6 +172,7 @@ two_gpus = pytest.mark.skipif(NUMBER < 2, reason="there are no two CUDA devices 
 TWO = [("02-ddp", ()), ("03-fsdp", ()), ("04-compression", ("--shard-size", 1))]
 TWO += [("04-compression", ("--shard-size", 2)), ("05-multinode", ("--shard-size", 1))]
 TWO += [("07-tensor-parallel", ("--tensor-size", 2)), ("08-pipeline-parallel", ("--stages", 2))]
+TWO += [("09-context-parallel", ("--context-size", 2))]
 
 
 @pytest.fixture(autouse=True)

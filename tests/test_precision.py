@@ -156,6 +156,7 @@ RUNS = {
     "06-streaming": (2, exact("06-streaming", 2)),
     "07-tensor-parallel": (4, ("--tensor-size", 2)),
     "08-pipeline-parallel": (4, ("--stages", 2)),
+    "09-context-parallel": (4, ("--context-size", 2)),
 }
 # The export has a type of its own: neither that of the parameters nor that of the blocks.
 FLAGS = ("-s", 8, "--global-batch-size", 8, "-b", 2, "--max-steps", 1, "--eval-sequences", 1)

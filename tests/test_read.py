@@ -167,7 +167,7 @@ def test_a_copy_of_a_script_is_compared_with_its_parent(tmp_path):
     assert "<details class=note>" not in page, "notes are about the scripts of the course"
     for arguments, error in [
         ([mine], "--parent"),
-        (["09"], "09 is neither a stage"),
+        (["99"], "99 is neither a stage"),
         ([script("03-fsdp"), "--parent", "03"], "is the same as"),
     ]:
         result = run_read(*arguments, "-o", tmp_path)

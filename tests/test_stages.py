@@ -23,6 +23,14 @@ NEW = {
         "forward_pass",
         "forward_through_stages",
     ],
+    "09-context-parallel": [
+        "split_attention",
+        "make_no_mask",
+        "attend",
+        "gather_tokens",
+        "own_chunks",
+        "own_positions",
+    ],
 }
 # Functions that a stage does not need any more.
 DROPPED = {"06-streaming": ["how_to_prepare"], "08-pipeline-parallel": ["loss_sum"]}
@@ -35,6 +43,7 @@ CHANGED = {
     "06-streaming": ["main", "load_data", "check_data", "parse_args"],
     "07-tensor-parallel": ["main", "loss_sum", "sample", "parse_args"],
     "08-pipeline-parallel": ["main", "send_weights", "evaluate", "sample", "parse_args"],
+    "09-context-parallel": ["main", "loss_sum", "evaluate", "sample", "parse_args"],
 }
 
 

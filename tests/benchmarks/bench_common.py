@@ -19,6 +19,7 @@ STAGE_01, STAGE_02, STAGE_03 = "01-single-gpu", "02-ddp", "03-fsdp"
 STAGE_04, STAGE_05, STAGE_06 = "04-compression", "05-multinode", "06-streaming"
 STAGE_07 = "07-tensor-parallel"
 STAGE_08 = "08-pipeline-parallel"
+STAGE_09 = "09-context-parallel"
 GPU = torch.cuda.is_available()
 
 

@@ -43,6 +43,7 @@ from bench_common import (
     STAGE_06,
     STAGE_07,
     STAGE_08,
+    STAGE_09,
     machine,
     table,
     write_model,
@@ -419,6 +420,8 @@ def fp32_case(ranks, stage, *flags):
 
 ALONE = (all_reduce, processes_of_gpus)  # these take a time, or count processes
 LATER = (STAGE_02, STAGE_03, STAGE_04, STAGE_05, STAGE_06, STAGE_07, STAGE_08)
+LATER += (STAGE_09,)
+SPLIT = (STAGE_04, STAGE_07, STAGE_08, STAGE_09)  # two ways at once on four ranks
 PARTS = {
     "1": [
         ("processes on the GPU", 2, processes_of_gpus),
@@ -426,13 +429,14 @@ PARTS = {
         ("all-reduce", 4, all_reduce),
         *[fp32_case(2, stage) for stage in LATER],
         fp32_case(2, STAGE_04, "--shard-size", 2),
-        *[fp32_case(4, stage) for stage in (STAGE_04, STAGE_07, STAGE_08)],
+        *[fp32_case(4, stage) for stage in SPLIT],
+        fp32_case(4, STAGE_09, "--context-size", 4),
         *[(f"04 {mode}: replicas", 2, replicas, mode, 1) for mode in ("none", "dct", "int8")],
         *[(f"04 {mode}: replicas", 4, replicas, mode, 2) for mode in ("dct", "int8")],
     ],
     "2": [
         ("05, a node is killed, one joins", 2, node_leaves_and_joins),
-        *[fp32_case(4, stage, "--cpu-offload") for stage in (STAGE_04, STAGE_07, STAGE_08)],
+        *[fp32_case(4, stage, "--cpu-offload") for stage in SPLIT],
         ("08, tied weights", 2, tied),
         ("08, tied weights", 4, tied),
         ("05, save beside the steps, resume", 2, resume),

@@ -23,6 +23,7 @@ from bench_common import (
     STAGE_04,
     STAGE_07,
     STAGE_08,
+    STAGE_09,
     report,
 )
 from bench_speed import run_peer, run_stage, setting
@@ -51,6 +52,7 @@ ON_ALL = [
     (LLAMA, STAGE_04, "--compression int8 --shard-size 1"),
     (LLAMA, STAGE_07, "--tensor-size 2"),
     (LLAMA, STAGE_08, "--stages 2"),
+    (LLAMA, STAGE_09, "--context-size 2"),
 ]
 
 

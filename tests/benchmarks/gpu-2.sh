@@ -12,7 +12,7 @@
 # GPUs:
 #
 #   bash tests/benchmarks/gpu-2.sh test       what no test on CPUs reaches
-#   bash tests/benchmarks/gpu-2.sh measure    speed, MFU and peak memory of 02 to 08 against 01
+#   bash tests/benchmarks/gpu-2.sh measure    speed, MFU and peak memory of 02 to 09 against 01
 #
 # Each ends with a file in $OUT, by default outputs/measured: gpu-2-ranks.md (on CPUs gpu-2-dry.md),
 # gpu-2-ranks-test.txt, gpu-2-test.txt, gpu-2.md.

@@ -279,7 +279,8 @@ def add_notes(path, lines, base):
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         heading, _, text = part.partition("\n")
         heading = heading.strip().strip("`")
-        found = [line for line in code if heading in line.text]
+        whole = [line for line in code if line.text.strip() == heading]
+        found = whole or [line for line in code if heading in line.text]
         if len({line.text.strip() for line in found}) != 1:
             fail(f"{path}: {len(found)} lines of the script have `{heading}`, and not one")
         question, _, answer = text.strip().partition("\n\n")

@@ -413,6 +413,8 @@ def attend(module, query, key, value, attention_mask, scaling=None, *, context_m
 
     All three tensors are (B, heads, T / C, head size), because C ranks share T tokens. `query` may
     have more heads than the others. Returns (B, T / C, heads, head size), and no weights."""
+    if attention_mask is not None:
+        fail("--model-name: its attention makes a mask of its own, use 03-fsdp")
     key, value = gather_tokens(key, context_mesh), gather_tokens(value, context_mesh)
     outputs = []
     for q, chunk in zip(query.chunk(2, dim=2), own_chunks(context_mesh), strict=True):

@@ -26,10 +26,11 @@ from collections import defaultdict
 
 import torch
 import torch.distributed
+import torch.nn.attention.bias
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as modules
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
@@ -119,6 +120,13 @@ def clip_grad_norm_(original, parameters, *args, **kwargs):
 def clip_grads_with_norm_(original, parameters, max_norm, norm):
     note("norm", [norm])
     original(parameters, max_norm, norm)
+
+
+# Such a mask is a tensor of a class of its own, which PyTorch cannot make while it is watched.
+@patch(torch.nn.attention.bias, "causal_lower_right")
+def causal_lower_right(original, *sizes):
+    with _disable_current_modes():
+        return original(*sizes)
 
 
 original_step = torch.optim.AdamW.step

@@ -1,7 +1,8 @@
-"""The formulas of chapter 05's tables against what is measured, within 5 %."""
+"""The formulas of the chapters' tables against what is measured, within 5 %."""
 
 import shutil
 
+import bench_context
 import pytest
 import scale
 import torch
@@ -68,6 +69,35 @@ def test_activations_of_a_block(shape):
     more, less = (kept_bytes(llama(shape, layers), batch, length) for layers in (3, 1))
     measured = (more - less) / 2 / (batch * length)
     assert measured == pytest.approx(scale.activation_bytes(llama(shape, 1)), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "key_value_heads"), [(2, 2), pytest.param(4, 8, marks=pytest.mark.slow)]
+)
+def test_activations_of_a_block_in_a_context_group(ranks, key_value_heads):
+    """In bf16, within 2 %."""
+    config = bench_context.llama(key_value_heads, 1)
+    how = (key_value_heads, "bf16", False)
+    measured = bench_context.on_a_group(ranks, bench_context.kept_of_a_block, *how)
+    formula = bench_context.LENGTH * scale.context_bytes(config, ranks)
+    assert measured == pytest.approx(formula, rel=0.02)
+
+
+def test_a_checkpointed_block_in_a_context_group_keeps_its_own_tokens_alone():
+    """The input of the block, to the byte."""
+    ranks = 2
+    how = (2, "bf16", True)
+    measured = bench_context.on_a_group(ranks, bench_context.kept_of_a_block, *how)
+    assert measured == 2 * bench_context.LENGTH * bench_context.llama(2, 1).hidden_size / ranks
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_longest_sequence_is_the_longest_that_fits(checkpointing):
+    name, ranks = "Llama-3-8B", 4
+    length, parts = bench_context.longest(name, ranks, checkpointing)
+    longer = scale.context_sizes(name, 8, length + 256, ranks, checkpointing)
+    assert parts["total"] < 80e9 <= longer["total"]
+    assert length % (2 * ranks) == 0
 
 
 @pytest.mark.parametrize(

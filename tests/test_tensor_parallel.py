@@ -226,7 +226,7 @@ def note_saved(tensor):
     value = value.wait() if isinstance(value, AsyncCollectiveTensor) else value
     storage = value.untyped_storage()
     # Also weights are saved. They are no activations, and were there before.
-    weights = [parameter.to_local() for parameter in watched_model.parameters()]
+    weights = [p.to_local() if isinstance(p, DTensor) else p for p in watched_model.parameters()]
     if storage.data_ptr() not in [weight.untyped_storage().data_ptr() for weight in weights]:
         saved[storage.data_ptr()] = storage.nbytes()
     return tensor
@@ -253,16 +253,21 @@ SAY = """
 def watched(folder, processes, *flags, edits=()):
     """What one step of stage 07 holds and sends, as rank 0 sees it."""
     # Stage 01 has the same step, so with one process its numbers are those of --tensor-size 1.
+    return watched_stage(folder, STAGE, processes, "--tensor-size", processes, *flags, edits=edits)
+
+
+def watched_stage(folder, stage, processes, *flags, forward=FORWARD, edits=()):
+    """The same of another stage, whose forward pass is in the line `forward`."""
     edits = [
         (BEGIN, WATCH + "\n" + BEGIN),
-        (FORWARD, HOOKED),
+        (forward, HOOKED.replace(FORWARD.strip(), forward.strip())),
         (STEP, STEP + "        watch = Watch()\n        watch.__enter__()\n"),
         (PLACE, SAY + PLACE),
         *edits,
     ]
-    path = mutant(folder, STAGE, *edits)
-    flags = ("--max-steps", 1, "--eval-sequences", 2, "--tensor-size", processes, *flags)
-    out = run(STAGE, processes, *flags, path=path).out
+    path = mutant(folder, stage, *edits)
+    flags = ("--max-steps", 1, "--eval-sequences", 2, *flags)
+    out = run(stage, processes, *flags, path=path).out
     return json.loads(out.split("FACTS")[1].splitlines()[0])
 
 

@@ -16,6 +16,9 @@ on one machine, contenders in turn.
     streaming   stage 06 against stage 05
     tensor      stage 07 with one to four ranks in a tensor group
     pipeline    stage 08 with one, two and four pipeline stages
+    context     memory, bytes and work of stage 09, counted; some on paper
+    context-models  which architectures stage 09 takes
+    context-traps  mistakes in stage 09 after 400 steps, ten minutes
     wire        bytes on a network interface against those that a run logs
     encode      speed of encoding and decoding against that of a copy
     link        time of a step on links of 50, 200 and 1000 Mbit/s
@@ -39,9 +42,11 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
 
 import bench_compression
+import bench_context
 import bench_gpu
 import bench_paper
 import bench_speed
+import context_models
 from bench_common import MEASURED, STAGE_01
 from conftest import ROOT, load
 
@@ -84,6 +89,9 @@ COMMANDS = {
     "tensor": bench_speed.tensor,
     "pipeline": bench_speed.pipeline,
     "pipeline-speed": bench_speed.pipeline_speed,
+    "context": bench_context.context,
+    "context-models": context_models.table,
+    "context-traps": bench_context.traps,
     "wire": bench_compression.wire,
     "encode": bench_compression.encode,
     "link": bench_compression.link,

@@ -1,6 +1,6 @@
-"""Memory, traffic and time of a step on paper, for Llama models in stages 03 to 05, 07 and 08.
+"""Memory, traffic and time of a step on paper, for Llama models in stages 03 to 05 and 07 to 09.
 
-The formulas stand in the chapters of stages 05, 07 and 08, with their reasons.
+The formulas stand in the chapters of stages 05, 07, 08 and 09, with their reasons.
 tests/test_scale.py and tests/test_tensor_parallel.py hold the memory against what is measured.
 `python tests/benchmarks/benchmark.py scale` writes the tables of the chapters."""
 
@@ -65,6 +65,20 @@ def activation_bytes(config, c=2, ranks=1):
     attention = c * (2 * h + 2 * kv) + 4 * heads
     mlp = 4 * c * config.intermediate_size
     return inputs + (norms + attention + mlp) / ranks
+
+
+def context_addend(config, ranks, c=2):
+    """Per token of the sequence and block, what each of `ranks` ranks of a context group keeps
+    beside its share of `activation_bytes`: keys and values of the other ranks' tokens, and the
+    output of attention once more, because it is put together from two chunks."""
+    output = config.num_attention_heads * config.head_dim
+    keys_and_values = 2 * config.num_key_value_heads * config.head_dim
+    return c * (keys_and_values * (1 - 1 / ranks) + (output / ranks if ranks > 1 else 0))
+
+
+def context_bytes(config, ranks, c=2):
+    """Per token of the sequence and block, what autograd keeps on each rank of a context group."""
+    return activation_bytes(config, c) / ranks + context_addend(config, ranks, c)
 
 
 def kept_by_a_block(config, compiled):
@@ -138,6 +152,31 @@ def sizes(name, shards, tokens):
         "total": peak_bytes(*model, kept, 0, logits, last),
         "total, checkpointed": peak_bytes(*model, inputs - again, again, logits, last),
         "kept": 4 * n + 2 * n,  # whole gradients in fp32, and parameters in bf16
+    }
+
+
+def context_sizes(name, shards, length, ranks, checkpointing):
+    """Bytes on each GPU, with one sequence of `length` tokens in a context group of `ranks`.
+
+    The gradients of keys and values, and what else a block needs for a moment, do not count."""
+    config = config_of(name)
+    n, block = parameters(config)
+    layers, h = config.num_hidden_layers, config.hidden_size
+    state, logits = state_bytes(n, shards), length / ranks * logit_bytes(config)
+    last = 2 * config.vocab_size * h
+    of_a_block = length * context_bytes(config, ranks)
+    kept, again = layers * of_a_block, 0
+    if checkpointing:
+        kept, again = layers * 2 * h * length / ranks, of_a_block
+    blocks_with_keys = 1 if checkpointing else layers
+    gathered_keys = 2 * 2 * config.num_key_value_heads * config.head_dim * length
+    return {
+        "state": state,
+        "gathered": gathered_bytes(n, block, layers),
+        "logits": logits,
+        "activations": kept + again,
+        "keys and values": blocks_with_keys * gathered_keys,
+        "total": peak_bytes(state, n - layers * block, block, kept, again, logits, last),
     }
 
 

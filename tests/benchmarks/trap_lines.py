@@ -1,13 +1,21 @@
 """Single lines, left out or changed: the numbers that the notes on lines quote."""
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
+from bench_common import write_model
 from conftest import metrics, mutant, run
 
 DCT = "-s 128 --global-batch-size 16 -b 2 --max-steps 20"
 COMPRESSED = "-s 128 --global-batch-size 16 -b 4 --max-steps 20 --compression"
+ZIGZAG = "    return rank, 2 * context_mesh.size() - 1 - rank"
+CONTIGUOUS = (ZIGZAG, "    return 2 * rank, 2 * rank + 1")
+IN_ORDER = "    return torch.cat(first.unbind() + second.unbind()[::-1], dim=2)"
+IN_PAIRS = """    pairs = zip(first, second, strict=True)
+    return torch.cat([part for pair in pairs for part in pair], dim=2)"""
+CUT_FIRST = "F.pad(input_ids[:, own][:, 1:], (0, 1), value=-100)"
 # Stage, processes and flags, and what is written otherwise. The first row is the stage as it is.
 LINES = [
     (
@@ -178,7 +186,53 @@ LINES = [
             ]
         },
     ),
+    (
+        "09-context-parallel",
+        2,
+        "-s 64 --max-steps 40",
+        {
+            "no `position_ids=own[None]` in `loss_sum`": [
+                ("(input_ids=input_ids[:, own], position_ids=own[None],", "(input_ids[:, own],")
+            ],
+            "the targets are made from `input_ids[:, own]`": [
+                ("loss_fn(logits, targets[:, own])", f"loss_fn(logits, {CUT_FIRST})")
+            ],
+            "`causal_upper_left(length, end)`": [
+                (
+                    "        mask = causal_lower_right(length, end)",
+                    "        mask = torch.nn.attention.bias.causal_upper_left(length, end)",
+                )
+            ],
+            "no `grad_placements=[Partial()]`": [
+                ("full_tensor(grad_placements=[Partial()])", "full_tensor()")
+            ],
+            "no `[::-1]`": [("second.unbind()[::-1]", "second.unbind()")],
+            "`return 2 * rank, 2 * rank + 1`": [CONTIGUOUS],
+            "the same, and the chunks are gathered in pairs": [CONTIGUOUS, (IN_ORDER, IN_PAIRS)],
+            "`loss * num_shares`": [("(loss * world_size /", "(loss * num_shares /")],
+            "`all_reduce(step_loss, group=data_group)`": [
+                ("dist.all_reduce(step_loss)", "dist.all_reduce(step_loss, group=data_group)")
+            ],
+            "`all_reduce(total, group=group)`": [
+                ("dist.all_reduce(total)", "dist.all_reduce(total, group=group)")
+            ],
+            "no `all_reduce(logits, …)` in `sample`": [
+                ("        dist.all_reduce(logits, group=context_mesh.get_group())\n", "")
+            ],
+        },
+    ),
+    (
+        "09-context-parallel",
+        2,
+        "-s 64 --max-steps 8 -m grouped --from-scratch",
+        {"no `enable_gqa=True`": [("scale=scaling, enable_gqa=True", "scale=scaling")]},
+    ),
 ]
+
+
+# A model like tiny, but two heads of queries share a head of keys and values.
+GROUPED = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320}
+GROUPED |= {"num_hidden_layers": 3, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
 
 def lines():
@@ -188,19 +242,29 @@ def lines():
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("COURSE_HF_HOME", folder)
+        write_model(Path(folder, "grouped"), **GROUPED)
         for stage, processes, flags, changes in LINES:
             where = f"{stage[:2]}, {processes} × `{flags}`"
             for change, edits in {"as it is": [], **changes}.items():
                 place = Path(folder, str(len(rows)))
                 path = mutant(place, stage, *edits)
                 more = ["--log-freq", 1, "-e", "a", "--save-dir", place]
-                run(stage, processes, *flags.split(), *more, path=path)
-                found = metrics(place / "a")
-                first, last = found[1], found[max(found)]
-                row = [where, change]
-                for step in (first, last):
-                    row += [f"{step['train/loss']:.4f}", f"{step['train/grad_norm']:.3f}"]
-                rows.append([*row, f"{last['eval/loss']:.4f}"])
+                how = {"path": path, "cwd": folder, "check": not edits}
+                result = run(stage, processes, *flags.split(), *more, **how)
+                rows.append([where, change, *what_it_logs(place / "a", result)])
                 where = ""
     head = ["stage, processes, flags", "change", "loss, step 1", "gradient norm, step 1"]
     return [*head, "loss, last step", "gradient norm, last step", "eval/loss"], rows
+
+
+def what_it_logs(run_dir, result):
+    """The numbers of a row of the table, or the error with which the run ended."""
+    if result.returncode != 0:
+        errors = re.findall(r"\b\w+Error: .+", result.err)
+        return [f"an error: {errors[-1]}", *["–"] * 4]
+    found = metrics(run_dir)
+    first, last = found[1], found[max(found)]
+    columns = []
+    for step in (first, last):
+        columns += [f"{step['train/loss']:.4f}", f"{step['train/grad_norm']:.3f}"]
+    return [*columns, f"{last['eval/loss']:.4f}"]

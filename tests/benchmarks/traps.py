@@ -785,6 +785,82 @@ def pipeline_parallel():
     return [*head, "of the loss at step 20"], rows
 
 
+# What is written otherwise in stage 09, and what gives it away within 8 steps.
+CONTEXT_WRONGLY = {
+    "stage 09": ([], "–"),
+    "each rank counts the positions of its tokens from 0": (
+        [("(input_ids=input_ids[:, own], position_ids=own[None],", "(input_ids[:, own],")],
+        "nothing but a comparison with stage 01, in the fourth digit",
+    ),
+    "the targets are made after the cut": (
+        [
+            (
+                "loss_fn(logits, targets[:, own])",
+                "loss_fn(logits, F.pad(input_ids[:, own][:, 1:], (0, 1), value=-100))",
+            )
+        ],
+        "stage 01 finds another loss of the exported model; 62 targets of 63 have a loss",
+    ),
+    "the triangle of the mask is in the upper left corner": (
+        [("mask = causal_lower_right(", "mask = torch.nn.attention.bias.causal_upper_left(")],
+        "stage 01 finds another loss of the exported model",
+    ),
+    "the triangle is one token too large: a token sees its successor": (
+        [
+            (
+                "mask = causal_lower_right(length, end)",
+                "mask = torch.ones(length, end, dtype=torch.bool).tril(end - length + 1)",
+            )
+        ],
+        "stage 01 finds another loss of the exported model",
+    ),
+    "the gathered chunks are in the order of the ranks": (
+        [("second.unbind()[::-1]", "second.unbind()")],
+        "nothing but a comparison with stage 01, in the fourth digit",
+    ),
+    "the gradients of keys and values are not added up": (
+        [("full_tensor(grad_placements=[Partial()])", "full_tensor()")],
+        "the norm at step 1 is not that of stage 01, and the loss is",
+    ),
+    "the loss is multiplied by the number of shares": (
+        [("(loss * world_size /", "(loss * num_shares /")],
+        "the norm at step 1 is half that of stage 01",
+    ),
+}
+CONTEXT_FLAGS = ("-s", 64, "--eval-sequences", 64, "--log-freq", 1, "-e", "a")
+
+
+def run_context_wrongly(folder, edits, *flags):
+    """What stage 09 logs on two ranks, with pieces of its text replaced."""
+    path = mutant(folder, "09-context-parallel", *edits)
+    run("09-context-parallel", 2, *CONTEXT_FLAGS, *flags, "--save-dir", folder, path=path)
+    return metrics(folder / "a")
+
+
+def exported_loss(folder):
+    """The loss of the exported model on the sequences on which the run was evaluated."""
+    return eval_loss(transformers.AutoModelForCausalLM.from_pretrained(folder / "a/final_model"))
+
+
+def context_parallel():
+    """Mistakes in splitting sequences over two ranks: what a run logs in 8 steps.
+
+    tiny on the default data, 64 tokens a sequence, without warm-up. Stage 01 computes the loss of
+    the exported model on the sequences on which the run was evaluated."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("COURSE_HF_HOME", folder)
+        for number, (name, (edits, sign)) in enumerate(CONTEXT_WRONGLY.items()):
+            place = Path(folder, str(number))
+            found = run_context_wrongly(place, edits, "--max-steps", 8, "--warmup-steps", 0)
+            losses = [found[1]["train/loss"], found[8]["train/loss"], found[8]["eval/loss"]]
+            row = [f"{loss:.4f}" for loss in [*losses, exported_loss(place)]]
+            row.insert(1, f"{found[1]['train/grad_norm']:.3f}")
+            rows.append([name, *row, sign])
+    head = ["mistake", "loss, step 1", "gradient norm, step 1", "loss, step 8", "eval/loss"]
+    return [*head, "of the exported model, by stage 01", "what gives it away"], rows
+
+
 WORKER = """
 import time
 from datetime import timedelta
@@ -867,6 +943,7 @@ TRAPS = {
     "sharded-init": sharded_init,
     "tensor-parallel": tensor_parallel,
     "pipeline-parallel": pipeline_parallel,
+    "context-parallel": context_parallel,
     "lines": lines,
     "join": join,
 }

@@ -3,8 +3,8 @@
 Try it; train on a text of your own; train a pretrained model further. Without -e nothing is saved.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py
-    torchrun --standalone --nproc-per-node 4 train-llm.py -e notes -d notes.txt --max-steps 200
-    torchrun --standalone --nproc-per-node 8 train-llm.py -e a -d notes.txt -m Qwen/Qwen3-8B -s 8192
+    torchrun --standalone --nproc-per-node 2 train-llm.py -e notes -d notes.txt --max-steps 200
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e q3 -d a.txt -m Qwen/Qwen3-0.6B -s 8192
 """
 
 import argparse
@@ -129,7 +129,7 @@ def main(args):
     # same sequences, and each has some of the tokens of every sequence. A column is a data group:
     # each of its ranks trains on other sequences. The ranks of a row communicate in every block, so
     # they should be on one machine. They are if its number of processes is a multiple of
-    # context_size, because they have consecutive numbers.
+    # context_size, because they have consecutive numbers. FSDP has a mesh of its own, of all ranks.
     world_size, context_size = dist.get_world_size(), args.context_size
     if world_size % context_size > 0:
         fail(f"--context-size {context_size}: does not divide {world_size} processes")
@@ -193,8 +193,8 @@ def main(args):
     if not blocks:
         fail(f"--model-name {args.model_name}: no transformer blocks were found in it")
 
-    # Context parallelism: only attention needs other tokens than those that a rank has. Everything
-    # else in a model computes each token on its own.
+    # Context parallelism: attention needs tokens that a rank does not have. Everything else in the
+    # models that this stage takes computes each token on its own.
     split_attention(model, context_mesh)
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
@@ -311,7 +311,7 @@ def main(args):
             # Divide by the number of targets in the whole global batch, not in the micro-batch.
             # Then every target has the same weight, even if some micro-batches have fewer of them,
             # and the result does not depend on --batch-size.
-            # `num_targets` counts the targets of all ranks, so their gradients must be added up.
+            # `num_targets` counts all targets of the batch, so their gradients must be added up.
             # They are averaged instead, so multiply by world_size to get the sum.
             scaler.scale(loss * world_size / num_targets).backward()
             log.lap("backward")
@@ -388,23 +388,17 @@ def split_attention(model, context_mesh):
     attention of a block, and the other makes the masks for it."""
     config = model.config
     kinds = {config._attn_implementation, *(getattr(config, "layer_types", None) or ())}
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # depends on the last position that a rank has
-        kinds.add("longrope")
     if unknown := ", ".join(sorted(kinds - {"sdpa", "full_attention"})):
         fail(f"--model-name, --attn: attention of kind {unknown} cannot be split, use 03-fsdp")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        fail("--model-name: longrope depends on the last position of a rank, use 03-fsdp")
     attention = partial(attend, context_mesh=context_mesh)
     transformers.AttentionInterface.register("context", attention)
     transformers.AttentionMaskInterface.register("context", make_no_mask)
     model.set_attn_implementation("context")
     if config._attn_implementation != "context":
         fail(f"--model-name: the attention of {config.model_type} cannot be replaced, use 03-fsdp")
-
-
-def make_no_mask(mask_function, **kwargs):
-    """Ends the run if a model needs another mask than the causal one, which `attend` has."""
-    if mask_function is not transformers.masking_utils.causal_mask_function:
-        fail("--model-name: its tokens do not see all tokens before them, use 03-fsdp")
 
 
 @torch.compiler.disable  # kernels and collectives, which compiling does not make faster
@@ -420,6 +414,7 @@ def attend(module, query, key, value, attention_mask, scaling=None, *, context_m
     for q, chunk in zip(query.chunk(2, dim=2), own_chunks(context_mesh), strict=True):
         # A chunk needs the keys up to that of its own last token. This token sees all of them, the
         # one before it all but one, and so on: the mask is a triangle in the lower right corner.
+        # That of `is_causal` is in the upper left corner.
         length = q.shape[2]
         end = (chunk + 1) * length
         k, v = key[:, :, :end], value[:, :, :end]
@@ -429,14 +424,21 @@ def attend(module, query, key, value, attention_mask, scaling=None, *, context_m
     return torch.cat(outputs, dim=1), None
 
 
+def make_no_mask(mask_function, **kwargs):
+    """Makes no mask: `attend` has the causal one. Ends the run if a model needs another one."""
+    if mask_function is not transformers.masking_utils.causal_mask_function:
+        fail("--model-name: its tokens do not see all tokens before them, use 03-fsdp")
+
+
 def gather_tokens(tensor, context_mesh):
     """Gathers keys or values, (B, heads, T / C, head size), of all T tokens (all-gather).
 
     In the backward pass each rank has gradients for all of them, from its own queries (`Partial`).
     They are added up, and each rank gets the sums for its own tokens (reduce-scatter)."""
-    parts = DTensor.from_local(tensor[None], context_mesh, [Shard(0)])  # of the ranks, stacked
+    # As a DTensor: those of all ranks, stacked, (C, B, heads, T / C, head size).
+    parts = DTensor.from_local(tensor[None], context_mesh, [Shard(0)])
     first, second = parts.full_tensor(grad_placements=[Partial()]).chunk(2, dim=3)
-    # In the order of the sequence: the second chunks of the ranks follow in reverse.
+    # With two ranks, `first` has the chunks 0 and 1, and `second` has 3 and 2.
     return torch.cat(first.unbind() + second.unbind()[::-1], dim=2)
 
 

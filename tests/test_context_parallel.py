@@ -463,7 +463,7 @@ REFUSED = [
     ("gemma3_text", {}, KIND.format("sliding_attention")),
     ("mistral", {"sliding_window": 8}, WINDOW),
     ("qwen2", QWEN2_WINDOW, KIND.format("sliding_attention")),
-    ("phi3", {"rope_parameters": LONGROPE}, KIND.format("longrope")),
+    ("phi3", {"rope_parameters": LONGROPE}, "longrope depends on the last position of a rank"),
     ("falcon", {}, "the attention of falcon cannot be replaced, use 03-fsdp"),
     ("bloom", {}, KIND.format("eager")),
     ("doge", {}, "its attention makes a mask of its own, use 03-fsdp"),

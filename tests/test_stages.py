@@ -25,8 +25,8 @@ NEW = {
     ],
     "09-context-parallel": [
         "split_attention",
-        "make_no_mask",
         "attend",
+        "make_no_mask",
         "gather_tokens",
         "own_chunks",
         "own_positions",

@@ -174,7 +174,8 @@ def context_sizes(name, shards, length, ranks, checkpointing):
         "state": state,
         "gathered": gathered_bytes(n, block, layers),
         "logits": logits,
-        "activations": kept + again,
+        "kept": kept,
+        "again": again,
         "keys and values": blocks_with_keys * gathered_keys,
         "total": peak_bytes(state, n - layers * block, block, kept, again, logits, last),
     }

@@ -38,7 +38,7 @@ if rank == 0:
 chunks = torch.arange(8).chunk(4)
 own_chunks = chunks[rank], chunks[3 - rank]
 own = torch.cat(own_chunks)
-print(f"rank {rank}: tokens {own.tolist()}, which see {sum(own + 1)} tokens")
+print(f"rank {rank}: tokens {own.tolist()}, which make {sum(own + 1)} pairs")
 keys, values = gather(key[own]), gather(value[own]).requires_grad_()
 outputs = []
 for chunk in own_chunks:

@@ -384,7 +384,7 @@ def main(args):
 def split_attention(model, context_mesh):
     """Makes `attend` the attention of a model whose tokens are split over the ranks of a group.
 
-    By the name of its attention, a model of transformers looks up two functions: one computes the
+    A model of transformers looks up two functions by the name of its attention: one computes the
     attention of a block, and the other makes the masks for it."""
     config = model.config
     kinds = {config._attn_implementation, *(getattr(config, "layer_types", None) or ())}
@@ -403,7 +403,7 @@ def split_attention(model, context_mesh):
 
 @torch.compiler.disable  # kernels and collectives, which compiling does not make faster
 def attend(module, query, key, value, attention_mask, scaling=None, *, context_mesh, **kwargs):
-    """Attention of the tokens of this rank to all tokens before them.
+    """Attention of the tokens of this rank to themselves and all tokens before them.
 
     All three tensors are (B, heads, T / C, head size), because C ranks share T tokens. `query` may
     have more heads than the others. Returns (B, T / C, heads, head size), and no weights."""
@@ -413,8 +413,8 @@ def attend(module, query, key, value, attention_mask, scaling=None, *, context_m
     outputs = []
     for q, chunk in zip(query.chunk(2, dim=2), own_chunks(context_mesh), strict=True):
         # A chunk needs the keys up to that of its own last token. This token sees all of them, the
-        # one before it all but one, and so on: the mask is a triangle in the lower right corner.
-        # That of `is_causal` is in the upper left corner.
+        # one before it all but one, and so on: the diagonal of the mask ends in the lower right
+        # corner. That of `is_causal` begins in the upper left one.
         length = q.shape[2]
         end = (chunk + 1) * length
         k, v = key[:, :, :end], value[:, :, :end]
@@ -435,7 +435,7 @@ def gather_tokens(tensor, context_mesh):
 
     In the backward pass each rank has gradients for all of them, from its own queries (`Partial`).
     They are added up, and each rank gets the sums for its own tokens (reduce-scatter)."""
-    # As a DTensor: those of all ranks, stacked, (C, B, heads, T / C, head size).
+    # The tensors of all ranks as one DTensor, stacked: (C, B, heads, T / C, head size).
     parts = DTensor.from_local(tensor[None], context_mesh, [Shard(0)])
     first, second = parts.full_tensor(grad_placements=[Partial()]).chunk(2, dim=3)
     # With two ranks, `first` has the chunks 0 and 1, and `second` has 3 and 2.

@@ -814,7 +814,7 @@ CONTEXT_WRONGLY = {
         ],
         "stage 01 finds another loss of the exported model",
     ),
-    "the gathered chunks are in the order of the ranks": (
+    "the second chunks of the ranks are put in the order of the ranks": (
         [("second.unbind()[::-1]", "second.unbind()")],
         "nothing but a comparison with stage 01, in the fourth digit",
     ),

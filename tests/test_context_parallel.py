@@ -233,14 +233,11 @@ MUTANTS = {
         ("dist.all_reduce(total)", "dist.all_reduce(total, group=group)")
     ],
 }
-QUICK_MUTANTS = ("chunks in another order than the sequence",)
 
 
 @pytest.mark.law1
-@pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK_MUTANTS else pytest.param(n, marks=pytest.mark.slow) for n in MUTANTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_line_is_noticed(curve, tmp_path, name):
     one = curve("01-single-gpu", 1, *SIX)
     path = mutant(tmp_path / "mutant", STAGE, *MUTANTS[name])

@@ -27,6 +27,7 @@ sys.stderr.write("to the other stream\\n")
 """
 
 
+@pytest.mark.slow
 def test_forked_and_started_runs_write_the_same_metrics(tmp_path):
     stage, processes = "03-fsdp", 2
     flags = ("-e", "a", *SMALL, "--max-steps", 4, "--log-freq", 1, "--eval-freq", 2)

@@ -245,9 +245,8 @@ def test_no_pipeline_stage_has_much_more_work(stage, layers, sizes, num_stages, 
     assert max(work) / (sum(work) / num_stages) < most
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "tied"), [(2, True), pytest.param(4, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_stages", "tied"), [(2, True), (4, False)])
 def test_the_state_is_that_of_the_largest_pipeline_stage(stage, curve, tmp_path, num_stages, tied):
     """16 bytes for each of its parameters, divided by the number of pipelines."""
     sizes = {"vocab_size": 1024, "tie_word_embeddings": tied}

@@ -255,7 +255,14 @@ def edits_of(stage):
     return [LOSS, PARAMETERS, EXPORT, *([SENT] if builds_on(stage, "03-fsdp") else [])]
 
 
-@pytest.fixture(scope="module", params=STAGES)
+# Stages 07 and 09 do the same as 03 and 08.
+SLOW = ("07-tensor-parallel", "09-context-parallel")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in STAGES],
+)
 def broken(request, tmp_path_factory):
     return watch(request.param, tmp_path_factory.mktemp("broken"), *edits_of(request.param))
 

@@ -71,9 +71,8 @@ def test_activations_of_a_block(shape):
     assert measured == pytest.approx(scale.activation_bytes(llama(shape, 1)), rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "key_value_heads"), [(2, 2), pytest.param(4, 8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "key_value_heads"), [(2, 2), (4, 8)])
 def test_activations_of_a_block_in_a_context_group(ranks, key_value_heads):
     """In bf16, within 2 %."""
     config = bench_context.llama(key_value_heads, 1)
@@ -83,6 +82,7 @@ def test_activations_of_a_block_in_a_context_group(ranks, key_value_heads):
     assert measured == pytest.approx(formula, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_checkpointed_block_in_a_context_group_keeps_its_own_tokens_alone():
     """The input of the block, to the byte."""
     ranks = 2

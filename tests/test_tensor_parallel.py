@@ -402,6 +402,7 @@ def bytes_before_sharding(folder, *edits):
     return max(found)
 
 
+@pytest.mark.slow
 def test_no_rank_has_its_part_of_all_layers_before_they_are_sharded(tmp_path):
     """Rank 0 has loaded the weights. Of 8 billion parameters in two parts it would have 16 GB."""
     assert bytes_before_sharding(tmp_path / "a") == 0
@@ -410,6 +411,7 @@ def test_no_rank_has_its_part_of_all_layers_before_they_are_sharded(tmp_path):
 
 
 @pytest.mark.law3
+@pytest.mark.slow
 def test_the_export_is_the_trained_model(tmp_path):
     """`from_pretrained` opens it, and its logits are those of the same run on one process."""
     tokens = torch.arange(32)[None] * 7 % 1024

@@ -401,7 +401,7 @@ def split_attention(model, context_mesh):
         fail(f"--model-name: the attention of {config.model_type} cannot be replaced, use 03-fsdp")
 
 
-@torch.compiler.disable  # kernels and collectives, which compiling does not make faster
+@torch.compiler.disable  # each rank would have other code, with its chunk numbers as constants
 def attend(module, query, key, value, attention_mask, scaling=None, *, context_mesh, **kwargs):
     """Attention of the tokens of this rank to themselves and all tokens before them.
 

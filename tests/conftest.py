@@ -37,6 +37,15 @@ AT_START = dict(os.environ)
 SMALL = ("-s", "64", "--global-batch-size", "8", "-b", "4", "--eval-sequences", "8")
 
 
+# An edit of stage 09 for tests that watch each operation. Its mask is a tensor of a class of its
+# own, which PyTorch cannot make under a TorchDispatchMode.
+MASK = "        mask = causal_lower_right(length, end)\n"
+UNWATCHED = (
+    MASK,
+    f"        with torch.utils._python_dispatch._disable_current_modes():\n    {MASK}",
+)
+
+
 def exact(stage, processes):
     """The flags with which a stage computes what the others do: from 04 on two replicas, dense. In
     07 two ranks in a tensor group, in 08 two pipeline stages, in 09 two ranks in a context group,

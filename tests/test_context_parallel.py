@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers
 from conftest import (
+    MASK,
     SMALL,
+    UNWATCHED,
     assert_same_curve,
     exact,
     load,
@@ -189,7 +191,6 @@ def test_every_gradient_is_that_of_one_process(tmp_path, architecture, sizes, co
 # Broken lines
 
 TARGETS = "    return loss_fn(logits, targets[:, own])\n"
-MASK = "        mask = causal_lower_right(length, end)\n"
 MUTANTS = {
     "chunks in another order than the sequence": [("second.unbind()[::-1]", "second.unbind()")],
     "a half of the sequence for each rank": [
@@ -250,16 +251,12 @@ def test_a_broken_line_is_noticed(curve, tmp_path, name):
 # What a rank holds and sends
 
 FORWARD = "            loss = loss_sum(model, input_ids, targets, loss_fn, context_mesh)\n"
-# Such a mask is a tensor of a class of its own, which PyTorch cannot make while it is watched.
-UNWATCHED = """        with torch.utils._python_dispatch._disable_current_modes():
-            mask = causal_lower_right(length, end)
-"""
 
 
 def watched(folder, context_size, *flags):
     """What one step of a context group holds and sends, as rank 0 sees it."""
     flags = ("--context-size", context_size, *flags)
-    edits = [(MASK, UNWATCHED)]
+    edits = [UNWATCHED]
     return watched_stage(folder, STAGE, context_size, *flags, forward=FORWARD, edits=edits)
 
 

@@ -1,38 +1,55 @@
-"""Compress a chunk of a gradient, by half of a DCT and by int8; average two replicas."""
+"""Two replicas average their gradients: by half of a DCT, and in int8. A chunk has two values."""
+
+import time
 
 import torch
+import torch.distributed as dist
+
+GRADIENTS = [[1.27, 0.40, -0.254, 0.10], [0.635, -0.20, 0.508, 0.10]]  # of rank 0, of rank 1
+# Two values have two waves. This is the slow one, (0.707, 0.707).
+BASIS = torch.tensor([[0.5, 0.5]]).sqrt()
 
 
-def half_of_spectrum(chunk):
-    """Describes a chunk by cosines, drops the upper half of their frequencies, and decodes."""
-    n = torch.arange(len(chunk))
-    basis = (2 / len(chunk)) ** 0.5 * torch.cos(torch.pi / len(chunk) * (n + 0.5) * n[:, None])
-    basis[0] /= 2**0.5
-    basis = basis[: len(chunk) // 2]
-    return basis.T @ (basis @ chunk)
+def to_int8(chunks):
+    scales = chunks.abs().amax(dim=1, keepdim=True) / 127
+    return (chunks / scales).round().to(torch.int8), scales
 
 
-def to_int8(chunk):
-    scale = chunk.abs().max() / 127
-    return (chunk / scale).round().to(torch.int8), scale
+def plain(tensor):
+    return [round(value, 4) for value in tensor.flatten().tolist()]
 
 
-def show(name, numbers, form="z7.3f"):
-    print(f"{name:8}", *(f"{number:{form}}" for number in numbers.tolist()))
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+gradient = torch.tensor(GRADIENTS[rank])
+chunks = gradient.view(-1, 2)
+exact = gradient.clone()
+dist.all_reduce(exact)
+lines = [f"gradient {plain(gradient)}, exact mean {plain(exact / 2)}"]
 
+spectrum = chunks @ BASIS.T
+dist.all_reduce(spectrum)
+lines += [f"mean by dct {plain(spectrum / 2 @ BASIS)}"]
 
-gradient = torch.tensor([0.400, -1.270, 0.036, 0.002, -0.250, 0.618, -0.009, 0.004])
-show("gradient", gradient)
-integers, scale = to_int8(gradient)
-for mode, decoded in {"dct": half_of_spectrum(gradient), "int8": integers * scale}.items():
-    show(mode, decoded)
-    print(f"error {(decoded - gradient).norm() / gradient.norm():.3f}\n")
+integers, scales = to_int8(chunks)
+lines += [f"integers {plain(integers)}, scales {plain(scales)}"]
+sums = integers.clone()
+dist.all_reduce(sums)
+lines += [f"their sum {plain(sums)}"]
 
-other = torch.tensor([-0.800, -2.540, 0.280, 0.066, 0.500, -1.240, 0.021, 0.000])
-(ours, our_scale), (theirs, their_scale) = to_int8(gradient), to_int8(other)
-print(f"two replicas, scales {our_scale:.3f} and {their_scale:.3f}")
-show("ours", ours, "7d")
-show("theirs", theirs, "7d")
-show("sum", ours + theirs, "7d")  # wrong: their scales differ, and int8 ends at 127
-show("mean", (ours * our_scale + theirs * their_scale) / 2)
-show("exact", (gradient + other) / 2)
+parts, part_scales = torch.empty_like(integers), torch.empty_like(scales)
+dist.all_to_all_single(parts, integers)
+dist.all_to_all_single(part_scales, scales)
+lines += [f"receives {plain(parts)}, scales {plain(part_scales)}"]
+mean, mean_scales = to_int8((parts * part_scales).view(2, -1, 2).mean(0))
+lines += [f"mean in int8 {plain(mean)}, scale {plain(mean_scales)}"]
+dist.all_gather(list(integers.split(1)), mean)
+dist.all_gather(list(scales.split(1)), mean_scales)
+lines += [f"mean by int8 {plain(integers * scales)}"]
+
+for number in range(2):  # rank 0 prints first
+    if number == rank:
+        print("".join(f"rank {rank}: {line}\n" for line in lines), end="", flush=True)
+    dist.barrier()
+time.sleep(0.2)  # so that threads of Gloo end before the process does
+dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """A pipeline by hand: y = w1 w0 x, one weight in each of two processes, four micro-batches."""
 
 import time
-from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -12,8 +11,8 @@ xs, targets = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([5.0, 11.0, 20.0,
 weights = torch.arange(2.0, last + 3.0, requires_grad=True)  # the whole model: 2 and 3
 weight = weights[stage].detach().clone().requires_grad_()  # what this pipeline stage has of it
 
-num_ahead = last - stage  # by how much forward passes are ahead of backward passes: 1 and 0
-in_flight, sends, order = deque(), [], []
+num_ahead = last - stage
+in_flight, sends, order = [], [], []
 for i in range(len(xs) + num_ahead):
     if i < len(xs):  # the forward pass of micro-batch i
         inputs = xs[i].clone()
@@ -28,8 +27,8 @@ for i in range(len(xs) + num_ahead):
             outputs = (outputs - targets[i]) ** 2 / 2  # the loss
         in_flight.append((inputs, outputs))
 
-    if i >= num_ahead:  # the backward pass of the micro-batch that has waited longest
-        inputs, outputs = in_flight.popleft()
+    if i >= num_ahead:  # the backward pass of micro-batch i - num_ahead
+        inputs, outputs = in_flight.pop(0)
         gradient = torch.ones(())
         if stage < last:
             dist.recv(gradient, src=stage + 1)

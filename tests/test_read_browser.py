@@ -175,3 +175,57 @@ def test_light_and_dark(open_page):
             colors[scheme, part] = sum(map(int, values[:3])) / 3
     assert colors["light", "backgroundColor"] > 200 > 90 > colors["light", "color"]
     assert colors["dark", "backgroundColor"] < 60 < 160 < colors["dark", "color"]
+
+
+FIGURES = ROOT / "outputs" / "figures"
+
+
+def test_the_page_of_schedules_agrees_with_the_formulas(browser):
+    """Promise of schedules.html: the sliders show how long stages are idle, and what they keep."""
+    page = browser.new_page()
+    problems = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(FIGURES.joinpath("schedules.html").as_uri())
+    for schedule in ("1f1b", "gpipe"):
+        page.select_option("#schedule", schedule)
+        for stages, micro_batches in ((1, 1), (2, 5), (4, 6), (4, 2), (8, 16)):
+            for name, value in (("stages", stages), ("micro-batches", micro_batches)):
+                page.fill(f"#{name}", str(value))
+            slots = micro_batches + stages - 1
+            assert page.inner_text("#length") == str(3 * slots)
+            assert page.inner_text("#idle") == f"{100 * (stages - 1) / slots:.0f} %"
+            most = [min(stages - k, micro_batches) for k in range(stages)]
+            if schedule == "gpipe":
+                most = [micro_batches] * stages
+            assert page.locator(".kept").all_text_contents() == [str(number) for number in most]
+            assert page.locator(".pass").count() == 2 * stages * micro_batches
+    page.fill("#time", "3")
+    assert page.locator(".pass:not(.later)").count() == 3 + 2 + 1  # of the stages 0, 1 and 2
+    page.close()
+    assert not problems
+
+
+def test_the_steps_of_fsdp_move(browser):
+    """Promise of fsdp-steps.svg: in each step it shows its own line, and a block at most twice."""
+    page = browser.new_page()
+    page.goto(FIGURES.joinpath("fsdp-steps.svg").as_uri())
+    shown = """step => {
+        const animations = document.getAnimations();
+        const length = animations[0].effect.getComputedTiming().duration;
+        for (const animation of animations) {
+            animation.pause();
+            animation.currentTime = (step + 0.5) * length / 11;
+        }
+        const visible = (node) => getComputedStyle(node).opacity === "1";
+        const texts = [...document.querySelectorAll("text.title")].filter(visible);
+        return [
+            texts.map((node) => node.textContent).filter((text) => / of 11/.test(text)),
+            [...document.querySelectorAll("rect.full")].filter(visible).length,
+        ];
+    }"""
+    found = [page.evaluate(shown, step) for step in range(11)]
+    assert [text[:2].strip(".") for [text], _ in found] == [
+        f"{step + 1} "[:2] for step in range(11)
+    ]
+    assert [number for _, number in found] == [0, 0, 2, 2, 2, 0, 2, 2, 2, 0, 0]
+    page.close()

@@ -128,15 +128,15 @@ def main(args):
     data_group = dist.group.WORLD
     num_shares = dist.get_world_size(data_group)
 
-    # For experts the ranks form a table, a mesh of two dimensions. A row is an expert group: the
-    # ranks share out the experts of each block, and send tokens to each other. The ranks of a
-    # column have the same experts, sharded as in stage 03. A row has consecutive ranks, which are
-    # on one machine if expert_size divides its number of processes.
+    # For experts the ranks form a mesh of two dimensions. An expert group shares out the experts of
+    # each block, and its ranks send tokens to each other. They have consecutive numbers, and so are
+    # on one machine if expert_size divides its number of processes. Ranks at the same place of all
+    # groups have the same experts, sharded as in stage 03: they are a shard group.
     expert_size = args.expert_size
     if num_shares % expert_size > 0:
         fail(f"--expert-size {expert_size}: does not divide {num_shares} processes")
     expert_mesh = init_device_mesh(
-        device.type, (num_shares // expert_size, expert_size), mesh_dim_names=("column", "row")
+        device.type, (num_shares // expert_size, expert_size), mesh_dim_names=("shard", "expert")
     )
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
@@ -226,7 +226,7 @@ def main(args):
     # gradients are averaged in fp32. The loss is computed in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
-    # Experts are gathered from their column only. They are in the blocks, so they come first.
+    # Experts are gathered in their shard group. They are in the blocks, so they come first.
     experts = split_experts(model, expert_mesh, mp_policy=mixed_precision, offload_policy=offload)
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload)
@@ -317,14 +317,14 @@ def main(args):
         # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
         # batch does not dominate the moments of AdamW for many steps.
         scaler.unscale_(optimizer)
-        # The gradient of an expert comes from the tokens of a whole row, and the sum over a column
-        # from those of all ranks, as for other parameters. But FSDP divides this sum by the number
-        # of ranks that it is a sum of, those of the column, and not by num_shares.
+        # The gradient of an expert comes from the tokens of its expert group, and the sum over the
+        # shard group from those of all ranks, as for other parameters. But FSDP divides this sum by
+        # the size of the shard group, and not by num_shares.
         for parameter in of_experts:
             parameter.grad /= expert_size
         # Each element of a gradient is on one rank only. So the squares of the norms of all ranks
         # add up to the square of the norm of the whole gradient.
-        grads = [parameter.grad.to_local() for parameter in model.parameters()]
+        grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
         squares = torch.nn.utils.get_total_norm(grads) ** 2
         dist.all_reduce(squares)
         grad_norm = squares.sqrt()
@@ -399,11 +399,11 @@ def main(args):
 
 
 def split_experts(model, mesh, **options):
-    """Gives each rank its experts: those of a block are split over a row of `mesh`.
+    """Gives each rank its experts: those of a block are split over an expert group.
 
-    FSDP, with these options, shards them over a column. Returns the modules that hold the experts,
-    one for each block that has some."""
-    group, group_size = mesh.get_group("row"), mesh["row"].size()
+    FSDP, with these options, shards them over a shard group. Returns the modules that hold the
+    experts, one for each block that has some."""
+    group, group_size = mesh.get_group("expert"), mesh["expert"].size()
     # The attribute stands for an interface: `forward` takes hidden states, the numbers of the
     # experts that the router has chosen for each token, and their weights. Parameters have the
     # experts in dimension 0.
@@ -420,25 +420,25 @@ def split_experts(model, mesh, **options):
             fail(f"--expert-size {group_size}: does not divide {module.num_experts} experts")
         module.load = torch.zeros(module.num_experts, dtype=torch.int64, device=mesh.device_type)
         # A DTensor knows the shape of the whole, so a checkpoint has all experts under one name.
-        # With src_data_rank=None each rank takes its part from its own copy of the model, which on
-        # most ranks has no values yet. Otherwise rank 0 would send them here.
+        # With src_data_rank=None each rank takes its part from its own copy of the model. On most
+        # ranks that is on the meta device, and `send_weights` sends the values later.
         for name, parameter in module.named_parameters():
-            part = distribute_tensor(parameter, mesh["row"], [Shard(0)], src_data_rank=None)
+            part = distribute_tensor(parameter, mesh["expert"], [Shard(0)], src_data_rank=None)
             module.register_parameter(name, torch.nn.Parameter(part))
         module.num_experts //= group_size
         module.forward = partial(compute_in_group, module, module.forward, group)
-        shard_evenly = partial(choose_dimension, mesh["column"].size())
-        fully_shard(module, mesh=mesh["column"], shard_placement_fn=shard_evenly, **options)
+        shard_evenly = partial(choose_dimension, mesh["shard"].size())
+        fully_shard(module, mesh=mesh["shard"], shard_placement_fn=shard_evenly, **options)
     return modules
 
 
 def choose_dimension(num_ranks, parameter):
-    """FSDP shards dimension 0, of the experts, or dimension 1 if only that divides evenly."""
+    """FSDP shards dimension 0, between experts, unless only dimension 1 divides evenly."""
     num_own, size = parameter.to_local().shape[:2]
     return Shard(1) if num_own % num_ranks > 0 and size % num_ranks == 0 else Shard(0)
 
 
-@torch.compiler.disable  # the number of rows is another one in each call
+@torch.compiler.disable  # the number of rows differs from call to call
 def compute_in_group(experts, forward, group, hidden_states, top_k_index, top_k_weights):
     """Computes the experts of a block in an expert group. `forward` computes those of this rank.
 
@@ -469,11 +469,11 @@ def compute_in_group(experts, forward, group, hidden_states, top_k_index, top_k_
 
     # Compute: each row has one expert of this rank, with weight 1. If no token has chosen one of
     # them, there would be no backward pass here, and the other ranks would wait for its
-    # collectives forever. So there is always one more row, of zeros.
+    # collectives. So there is always one more row, of zeros, whose output is not used.
     rows = F.pad(rows, (0, 0, 0, 1))
     numbers = F.pad(numbers, (0, 1))
-    # FSDP has gathered the parameters from the column. They are DTensors over the row now, and
-    # `forward` computes with the part of this rank.
+    # FSDP has gathered the parameters in the shard group. Now they are DTensors over the expert
+    # group, and `forward` computes with the part of this rank.
     parameters = experts._parameters
     experts._parameters = {name: p.to_local() for name, p in parameters.items()}
     rows = forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))

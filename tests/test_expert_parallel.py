@@ -85,7 +85,7 @@ def test_fifty_steps_are_those_of_one_process(
 # Processes, flags, those that only this stage has, and sizes of the model.
 CASES = {
     "masked labels": (2, ("-b", "2"), (), {}),
-    "masked labels in two columns": (4, ("-b", "1"), (), {}),
+    "masked labels in shard groups of two": (4, ("-b", "1"), (), {}),
     "all ranks in a row": (4, (), ("--expert-size", 4), {}),
     "a batch that the ranks do not divide": (4, ("--global-batch-size", "7", "-b", "3"), (), {}),
     "a rank that has no sequence": (4, ("--global-batch-size", "1"), (), {}),
@@ -101,7 +101,7 @@ CASES = {
     "a single process": (1, (), ("--expert-size", 1), {}),
     "shards that are not even": (3, (), ("--expert-size", 1), {}),
     "an evaluation between the steps": (4, ("--eval-freq", "2"), ("--expert-size", 4), {}),
-    "three experts for a column of two": (4, (), (), {"num_local_experts": 6}),
+    "three experts for a shard group of two": (4, (), (), {"num_local_experts": 6}),
     "three ranks in a row": (3, ("-b", "2"), ("--expert-size", 3), {"num_local_experts": 6}),
     "every expert for each token": (4, ("--max-steps", "12"), (), {"num_experts_per_tok": 8}),
 }
@@ -310,7 +310,7 @@ def test_without_the_row_of_zeros_ranks_wait_for_each_other(one_sided, tmp_path)
 # Broken lines
 
 DIVIDE = "            parameter.grad /= expert_size\n"
-ALL_GRADIENTS = "parameter.grad.to_local() for parameter in model.parameters()"
+ALL_GRADIENTS = "p.grad.to_local() for p in model.parameters()"
 COUNTED = "numbers.repeat_interleave(counts_received.flatten()"
 MUTANTS = {
     "gradients of experts not divided": [(DIVIDE, "            pass\n")],
@@ -376,7 +376,7 @@ WRONG_LOADS = {
         ("                module.load.zero_()\n", "                pass\n")
     ],
     "with the evaluations": [(COUNT, "    experts.load += counts\n")],
-    "of the ranks of a column": [
+    "of the ranks of a shard group": [
         ("load.unflatten(1, (expert_size, -1)).mean(dim=2)", "load[:, ::2]")
     ],
 }

@@ -53,7 +53,7 @@ def shard(stage_name, config, expert_size, dtype="fp32", checkpointing=False, **
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     options = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
     if stage_name == STAGE_10:
-        shape, names = (ranks // expert_size, expert_size), ("column", "row")
+        shape, names = (ranks // expert_size, expert_size), ("shard", "expert")
         table = init_device_mesh("cpu", shape, mesh_dim_names=names)
         experts = stage.split_experts(model, table, **options)
     for module in [*blocks, model]:

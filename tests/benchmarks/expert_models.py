@@ -107,7 +107,7 @@ def compare(stage, model, logits, gradients, input_ids):
     The model is split as the script splits it, and each rank has its share of the sequences."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
-    expert_mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("column", "row"))
+    expert_mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("shard", "expert"))
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not blocks:
         refuse("no transformer blocks were found in it")

@@ -201,7 +201,7 @@ MIXTURES = {
     # The defaults of the configurations in transformers are the sizes of these models, but for
     # those that are given here, which are from the config.json of the model on the hub.
     "Mixtral-8x7B": ("mixtral", {}),
-    "OLMoE-1B-7B": ("olmoe", {}),
+    "OLMoE-1B-7B": ("olmoe", {"intermediate_size": 1024}),
     "Qwen3-30B-A3B": ("qwen3_moe", {}),
     "gpt-oss-20b": ("gpt_oss", {"num_local_experts": 32}),
     "DeepSeek-V3": ("deepseek_v3", {}),
@@ -233,8 +233,8 @@ def values_of_experts(config):
 
 def expert_bytes(config, tokens, ranks, expert_size, c=2, checkpointing=False):
     """What a rank sends for the experts of a block in a micro-batch of `tokens`, if all experts
-    have equally many: by FSDP within a column, and as rows within an expert group, `c` bytes for
-    each number. In stage 03 it is the first one with `expert_size` 1. FSDP gathers twice, and
+    have equally many: by FSDP within a shard group, and as rows within an expert group, `c` bytes
+    for each number. In stage 03 it is the first one with `expert_size` 1. FSDP gathers twice, and
     scatters gradients in fp32. Rows travel to the experts and back, and so do their gradients; with
     checkpointing the rows do that once more."""
     experts, chosen = experts_of(config)

@@ -238,8 +238,8 @@ LINES = [
             "no `all_reduce(squares)`": [("        dist.all_reduce(squares)\n", "")],
             "the norm of `others` alone": [
                 (
-                    "grads = [parameter.grad.to_local() for parameter in model.parameters()]",
-                    "grads = [parameter.grad.to_local() for parameter in others]",
+                    "p.grad.to_local() for p in model.parameters()",
+                    "p.grad.to_local() for p in others",
                 )
             ],
             "`others` alone are clipped": [("in (of_experts, others):", "in (others,):")],

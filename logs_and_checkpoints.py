@@ -41,6 +41,7 @@ MEMORY_METRICS = [f"memory/{name}_gb" for name in MEMORY]
 # What the console shows of the metrics, and how. metrics.jsonl has all of them.
 CONSOLE = {"train/loss": ".4f", "train/learning_rate": ".2e", "train/grad_norm": ".3f"}
 CONSOLE |= {"throughput/tokens_per_second": ",.0f", "throughput/mfu": ".1%"}
+CONSOLE |= {"train/max_load_of_expert": ".2f", "train/max_load_of_rank": ".2f"}
 CONSOLE |= {"eval/loss": ".4f", "eval/perplexity": ".2f"}
 # Peak TFLOP/s of dense bf16 matrix products with fp32 accumulation (T4: fp16), from NVIDIA's data
 # sheets and, for GeForce, white papers. The first pattern that is found in the device's name

@@ -39,6 +39,7 @@ PARENTS = {
     "07-tensor-parallel": "03-fsdp",
     "08-pipeline-parallel": "03-fsdp",
     "09-context-parallel": "03-fsdp",
+    "10-expert-parallel": "03-fsdp",
 }
 STAGES = ["01-single-gpu", *PARENTS]
 

@@ -49,13 +49,15 @@ UNWATCHED = (
 def exact(stage, processes):
     """The flags with which a stage computes what the others do: from 04 on two replicas, dense. In
     07 two ranks in a tensor group, in 08 two pipeline stages, in 09 two ranks in a context group,
-    if the number of processes is even."""
+    in 10 two in an expert group, if the number of processes is even."""
     if stage == "07-tensor-parallel":
         return ("--tensor-size", 2 - processes % 2)
     if stage == "08-pipeline-parallel":
         return ("--stages", 2 - processes % 2)
     if stage == "09-context-parallel":
         return ("--context-size", 2 - processes % 2)
+    if stage == "10-expert-parallel":
+        return ("--expert-size", 2 - processes % 2)
     if not builds_on(stage, "04-compression"):
         return ()
     return ("--compression", "none", "--shard-size", max(1, processes // 2))
@@ -86,6 +88,15 @@ def load(stage):
 def save_tokenizer(folder):
     """The tokenizer of tiny, for a model that is saved with weights: such a model needs its own."""
     load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder)
+
+
+def save_mixture(folder, **sizes):
+    """The config of the tiny model of stage 10, or with other `sizes`, for stages that have a dense
+    tiny model."""
+    config, _ = load("10-expert-parallel").load_config("tiny", False)
+    config.update(sizes)
+    config.save_pretrained(folder)
+    return folder
 
 
 def save_rows(folder, rows):
@@ -318,6 +329,20 @@ def curve(tmp_path_factory):
         return done[key]
 
     return curve_of
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory):
+    """Flags of the tiny model of stage 10, for each stage that trains any model."""
+    return ("-m", save_mixture(tmp_path_factory.mktemp("mixture") / "m"), "--from-scratch")
+
+
+@pytest.fixture(scope="session")
+def mixture_without_choice(tmp_path_factory):
+    """The same where each token has all experts. So no route can flip when a rounding is another
+    one, as in compiled code or on a GPU."""
+    folder = save_mixture(tmp_path_factory.mktemp("mixture") / "m", num_experts_per_tok=8)
+    return ("-m", folder, "--from-scratch")
 
 
 @pytest.fixture(scope="session")

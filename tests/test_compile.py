@@ -89,6 +89,16 @@ def test_a_block_is_compiled_once_per_batch_size(stage, name, tmp_path):
     assert number == batch_sizes * (KINDS[name] + losses)
 
 
+@pytest.mark.slow
+def test_stage_10_compiles_what_is_around_the_experts(tmp_path):
+    """A block is cut at its experts, which are not compiled. Two functions are left at that place,
+    the one of the mixture and the one of the block, so each is two graphs: to the experts and from
+    there. Other numbers of rows need no other code."""
+    pieces, losses, batch_sizes = 4, 2, 2
+    path = counting(tmp_path, "10-expert-parallel")
+    assert graphs("10-expert-parallel", path, *UNEVEN) == batch_sizes * (pieces + losses)
+
+
 WHOLE = "    torch._dynamo.config.optimize_ddp = False\n"
 
 
@@ -115,6 +125,13 @@ class Waits(TorchDispatchMode):
         if function is torch.ops.aten._local_scalar_dense.default:
             sys.stdout.write("Python waits\\n")
         return function(*args, **(kwargs or {}))
+
+def watched_tolist(tensor):
+    if isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Waits):
+        sys.stdout.write("Python waits\\n")
+    return tolist(tensor)
+
+tolist, torch.Tensor.tolist = torch.Tensor.tolist, watched_tolist
 """
 PATCH = "transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None\n"
 # From the first forward pass of a step to the end of its update.
@@ -137,7 +154,12 @@ FOUR = ("01-single-gpu", "03-fsdp", "07-tensor-parallel", "08-pipeline-parallel"
 
 
 @pytest.mark.parametrize(
-    "stage", [x if x in FOUR else pytest.param(x, marks=pytest.mark.slow) for x in STAGES]
+    "stage",
+    [
+        x if x in FOUR else pytest.param(x, marks=pytest.mark.slow)
+        for x in STAGES
+        if x != "10-expert-parallel"
+    ],
 )
 def test_no_step_waits_for_the_device(stage, tmp_path):
     """Reading a number of a tensor waits until the device has computed it. Training does so in the
@@ -145,6 +167,27 @@ def test_no_step_waits_for_the_device(stage, tmp_path):
     edits = [UNWATCHED] if stage == "09-context-parallel" else []
     path = mutant(tmp_path, stage, *WATCHED, *edits)
     assert number_of_waits(stage, 1 if stage == "01-single-gpu" else 2, path) == 0
+
+
+# On a CPU `one_hot` reads the largest and the smallest number of its tensor, on a GPU it does not.
+ONE_HOT = (
+    "    counts = F.one_hot(top_k_index, group_size * num_own).sum(dim=(0, 1))  # of each expert\n"
+)
+UNSEEN = (
+    ONE_HOT,
+    f"    with torch.utils._python_dispatch._disable_current_modes():\n    {ONE_HOT}",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "times"), [((), 1), (("--activation-checkpointing",), 2)])
+def test_stage_10_waits_once_for_each_block(tmp_path, more, times):
+    """In the forward pass, for the numbers of rows that ranks send to each other. A block that
+    repeats its forward pass waits again."""
+    layers, micro_batches, processes = 3, 2, 2
+    path = mutant(tmp_path, "10-expert-parallel", *WATCHED, UNSEEN)
+    number = number_of_waits("10-expert-parallel", processes, path, *more)
+    assert number == times * layers * micro_batches * processes
 
 
 def test_the_count_sees_what_transformers_does_by_default(tmp_path):

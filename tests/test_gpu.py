@@ -35,14 +35,22 @@ pytestmark = [
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
 STAGES = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
 STAGES += [("05-multinode", 1), ("07-tensor-parallel", 1), ("08-pipeline-parallel", 1)]
-STAGES += [("09-context-parallel", 1)]
+STAGES += [("09-context-parallel", 1), ("10-expert-parallel", 1)]
+
+
+@pytest.fixture
+def model(stage, mixture_without_choice):
+    """Flags of the model that a stage is compared with."""
+    return mixture_without_choice if stage == "10-expert-parallel" else ()
 
 
 @pytest.mark.law1
 @pytest.mark.parametrize(("stage", "processes"), STAGES[1:])
-def test_the_stages_agree_on_a_gpu(stage, processes, curve):
-    one = curve("01-single-gpu", 1, *FEW, "--dtype", "fp32")
-    assert_same_curve(one, curve(stage, processes, *FEW, "--dtype", "fp32"), range(1, 21))
+def test_the_stages_agree_on_a_gpu(stage, processes, curve, model):
+    flags = (*FEW, "--dtype", "fp32", *model)
+    assert_same_curve(
+        curve("01-single-gpu", 1, *flags), curve(stage, processes, *flags), range(1, 21)
+    )
 
 
 @pytest.mark.law1
@@ -104,8 +112,9 @@ def test_activation_checkpointing_saves_memory(curve):
     )
 
 
-def test_cpu_offload_keeps_the_curve_and_frees_the_device(curve):
-    flags = ("03-fsdp", 1, *FEW, "--dtype", "fp32")
+@pytest.mark.parametrize("stage", ["03-fsdp", "10-expert-parallel"])
+def test_cpu_offload_keeps_the_curve_and_frees_the_device(stage, curve, model):
+    flags = (stage, 1, *FEW, "--dtype", "fp32", *model)
     plain, offloaded = curve(*flags), curve(*flags, "--cpu-offload")
     assert_same_curve(plain, offloaded, range(1, 21), rel_loss=1e-4, rel_norm=1e-2)
     name = "memory/current_allocated_gb"
@@ -173,6 +182,7 @@ TWO = [("02-ddp", ()), ("03-fsdp", ()), ("04-compression", ("--shard-size", 1))]
 TWO += [("04-compression", ("--shard-size", 2)), ("05-multinode", ("--shard-size", 1))]
 TWO += [("07-tensor-parallel", ("--tensor-size", 2)), ("08-pipeline-parallel", ("--stages", 2))]
 TWO += [("09-context-parallel", ("--context-size", 2))]
+TWO += [("10-expert-parallel", ("--expert-size", 2))]
 
 
 @pytest.fixture(autouse=True)
@@ -202,12 +212,13 @@ def ranks_that_share_a_gpu(monkeypatch):
 @two_gpus
 @pytest.mark.law1
 @pytest.mark.parametrize(("stage", "flags"), TWO)
-def test_two_gpus_give_the_curve_of_one(stage, flags, curve):
+def test_two_gpus_give_the_curve_of_one(stage, flags, curve, model):
     """With four of them, meshes of 2 × 2."""
     if "--shard-size" in flags:
         flags += ("--compression", "none")
-    one = curve("01-single-gpu", 1, *FEW, "--dtype", "fp32")
-    two = curve(stage, NUMBER, *FEW, "--dtype", "fp32", *flags)
+    few = (*FEW, "--dtype", "fp32", *model)
+    one = curve("01-single-gpu", 1, *few)
+    two = curve(stage, NUMBER, *few, *flags)
     assert_same_curve(one, two, range(1, 21), rel_loss=1e-4, rel_norm=1e-2)
 
 

@@ -33,7 +33,7 @@ from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 seen = defaultdict(set)
 losses = {"sum": 0.0, "targets": 0}
 
@@ -165,6 +165,7 @@ RUNS = {
     "07-tensor-parallel": (4, ("--tensor-size", 2)),
     "08-pipeline-parallel": (4, ("--stages", 2)),
     "09-context-parallel": (4, ("--context-size", 2)),
+    "10-expert-parallel": (4, ("--expert-size", 2)),
 }
 # The export has a type of its own: neither that of the parameters nor that of the blocks.
 FLAGS = ("-s", 8, "--global-batch-size", 8, "-b", 2, "--max-steps", 1, "--eval-sequences", 1)
@@ -188,7 +189,10 @@ def watch(stage, folder, *edits):
     return SimpleNamespace(stage=stage, seen=seen, loss=loss, folder=folder / "a")
 
 
-@pytest.fixture(scope="module", params=STAGES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=pytest.mark.slow) if x == STAGES[-1] else x for x in STAGES],
+)
 def watched(request, tmp_path_factory):
     return watch(request.param, tmp_path_factory.mktemp("watched"))
 
@@ -255,8 +259,8 @@ def edits_of(stage):
     return [LOSS, PARAMETERS, EXPORT, *([SENT] if builds_on(stage, "03-fsdp") else [])]
 
 
-# Stages 07 and 09 do the same as 03 and 08.
-SLOW = ("07-tensor-parallel", "09-context-parallel")
+# These stages do the same as 03 and 08.
+SLOW = ("07-tensor-parallel", "09-context-parallel", "10-expert-parallel")
 
 
 @pytest.fixture(

@@ -3,6 +3,7 @@
 import shutil
 
 import bench_context
+import bench_experts
 import pytest
 import scale
 import torch
@@ -98,6 +99,58 @@ def test_the_longest_sequence_is_the_longest_that_fits(checkpointing):
     longer = scale.context_sizes(name, 8, length + 256, ranks, checkpointing)
     assert parts["total"] < 80e9 <= longer["total"]
     assert length % (2 * ranks) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_size", [1, 2])
+def test_state_in_stage_10(expert_size):
+    """16 bytes a parameter, dealt out evenly, whatever the size of an expert group."""
+    config = bench_experts.tiny()
+    how = ("10-expert-parallel", config, expert_size)
+    for whole, _ in bench_experts.on_a_group(2, bench_experts.state_of_ranks, *how):
+        n, _ = scale.parameters(config)
+        assert whole == pytest.approx(scale.state_bytes(n, 2), rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "expert_size", "dtype", "checkpointing"),
+    [(2, 2, "bf16", True), (4, 2, "bf16", False), (2, 1, "fp32", False)],
+)
+def test_what_a_rank_sends_for_the_experts_of_a_block(ranks, expert_size, dtype, checkpointing):
+    """To the byte, if all experts have equally many rows."""
+    how = ("10-expert-parallel", expert_size, dtype, checkpointing, True)
+    counted = bench_experts.on_a_group(ranks, bench_experts.sent_for_a_block, *how)
+    config, size = bench_experts.tiny(), bench_experts.DTYPES[dtype].itemsize
+    tokens = bench_experts.BATCH * 256
+    formula = scale.expert_bytes(config, tokens, ranks, expert_size, size, checkpointing)
+    assert counted[1:3] == pytest.approx(formula, rel=1e-12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", scale.MIXTURES)
+def test_stage_10_sends_less_than_03_below_a_number_of_tokens(name, size, checkpointing):
+    config = scale.mixtures()[name]
+    tokens = scale.break_even_tokens(config, size, checkpointing)
+    for ranks, expert_size in ((8, 2), (8, 8), (64, 16)):
+        in_03, _ = scale.expert_bytes(config, tokens, ranks, 1, size, checkpointing)
+        in_10 = sum(scale.expert_bytes(config, tokens, ranks, expert_size, size, checkpointing))
+        assert in_10 == pytest.approx(in_03)
+
+
+@pytest.mark.parametrize("name", scale.MIXTURES)
+def test_parameters_of_an_expert(name):
+    """Those that the model has, of which a block is built."""
+    config = scale.mixtures()[name]
+    experts, _ = scale.experts_of(config)
+    layers = getattr(config, "first_k_dense_replace", 0) + 1  # the first ones may have no experts
+    config.num_hidden_layers = layers
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    [module] = [m for m in model.modules() if hasattr(m, "has_gate")]
+    number = sum(parameter.numel() for parameter in module.parameters())
+    assert number == experts * scale.values_of_experts(config)
 
 
 @pytest.mark.parametrize(

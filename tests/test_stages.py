@@ -31,6 +31,7 @@ NEW = {
         "own_chunks",
         "own_positions",
     ],
+    "10-expert-parallel": ["split_experts", "choose_dimension", "compute_in_group", "AllToAll"],
 }
 # Functions that a stage does not need any more.
 DROPPED = {"06-streaming": ["how_to_prepare"], "08-pipeline-parallel": ["loss_sum"]}
@@ -44,6 +45,7 @@ CHANGED = {
     "07-tensor-parallel": ["main", "loss_sum", "sample", "parse_args"],
     "08-pipeline-parallel": ["main", "send_weights", "evaluate", "sample", "parse_args"],
     "09-context-parallel": ["main", "loss_sum", "evaluate", "sample", "parse_args"],
+    "10-expert-parallel": ["main", "load_config", "parse_args"],
 }
 
 

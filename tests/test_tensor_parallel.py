@@ -124,9 +124,11 @@ BIASES = """        model = transformers.AutoModelForCausalLM.from_config(config
 """
 
 
-def gradients(folder, stage, processes, *flags):
-    """A stage's gradients of the first step, by name, before they are clipped."""
-    dump = (PLACE, DUMP.replace("{TO}", str(folder / f"{stage}.pickle")) + PLACE)
+def gradients(folder, stage, processes, *flags, place=PLACE):
+    """A stage's gradients of the first step, by name, before they are clipped.
+
+    They are taken before the line `place`, which is indented as much as the update."""
+    dump = (place, DUMP.replace("{TO}", str(folder / f"{stage}.pickle")) + place)
     run(stage, processes, *flags, path=mutant(folder / stage, stage, dump, (NEW_MODEL, BIASES)))
     return pickle.loads((folder / f"{stage}.pickle").read_bytes())
 

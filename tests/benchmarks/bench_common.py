@@ -20,6 +20,7 @@ STAGE_04, STAGE_05, STAGE_06 = "04-compression", "05-multinode", "06-streaming"
 STAGE_07 = "07-tensor-parallel"
 STAGE_08 = "08-pipeline-parallel"
 STAGE_09 = "09-context-parallel"
+STAGE_10 = "10-expert-parallel"
 GPU = torch.cuda.is_available()
 
 

@@ -24,6 +24,7 @@ from bench_common import (
     STAGE_07,
     STAGE_08,
     STAGE_09,
+    STAGE_10,
     report,
 )
 from bench_speed import run_peer, run_stage, setting
@@ -31,6 +32,7 @@ from torch.autograd import DeviceType
 
 SECONDS = 500  # after which no run begins: each takes about a minute
 LLAMA, QWEN = "Llama-3.2-1B, 2048 tokens", "Qwen3-0.6B, 2048 tokens"
+MIXTURE = "a mixture of 1.4 B, 2048 tokens"
 ON_ONE = [
     (LLAMA, STAGE_01, "--compile"),
     (LLAMA, STAGE_01, "--no-compile"),
@@ -53,6 +55,8 @@ ON_ALL = [
     (LLAMA, STAGE_07, "--tensor-size 2"),
     (LLAMA, STAGE_08, "--stages 2"),
     (LLAMA, STAGE_09, "--context-size 2"),
+    (MIXTURE, STAGE_03, ""),
+    (MIXTURE, STAGE_10, "--expert-size 2"),
 ]
 
 
@@ -78,7 +82,8 @@ def peers():
 
 
 def all_gpus():
-    """The stages with a process on each GPU, against stage 01 on one of them."""
+    """The stages with a process on each GPU, against stage 01 on one of them. Stage 10 has a model
+    of its own, with stage 03 on all GPUs to compare with."""
     number = torch.cuda.device_count()
     if number < 2:
         sys.exit("benchmark.py: error: gpu-2 needs two GPUs")
@@ -154,8 +159,8 @@ def measure(name, runs, processes, on_one=()):
             result = run_stage(how, stage, number, *flags.split(), patch="unsaved")
             config = transformers.AutoConfig.from_pretrained(how["model"])
         speed = result["tokens_per_second"]
-        one = speed_of_one.setdefault(model, speed)  # the first run of a model
-        row = [model, stage, flags, number, f"{speed:,.0f}", f"{speed / one / number:.2f}"]
+        one = speed_of_one.setdefault(model, speed / number)  # the first run of a model
+        row = [model, stage, flags, number, f"{speed:,.0f}", f"{speed / number / one:.2f}"]
         row.append(f"{result['throughput/mfu']:.1%}" if "throughput/mfu" in result else "–")
         row.append(f"{result['memory/peak_allocated_gb']:.1f}")
         formula = "–"

@@ -50,6 +50,11 @@ LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
 QWEN_06B = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072}
 QWEN_06B |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
 QWEN_06B |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+# A mixture of 1.4 B parameters. Each token has 4 of the 32 experts of a block.
+MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_size": 768}
+MIXTURE |= {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 16}
+MIXTURE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+MIXTURE |= {"vocab_size": 151936, "tie_word_embeddings": True}
 # 264 M parameters, 1.06 GB in fp32, of which the tables of the vocabulary are a quarter.
 GIGABYTE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
 GIGABYTE |= {"num_attention_heads": 16, "vocab_size": 32000}
@@ -65,6 +70,7 @@ if GPU:
     MODELS = {
         "Llama-3.2-1B, 2048 tokens": (LLAMA_1B, 2048, 4, 16, 15, 5),
         "Qwen3-0.6B, 2048 tokens": (QWEN_06B, 2048, 4, 16, 15, 5),
+        "a mixture of 1.4 B, 2048 tokens": (MIXTURE, 2048, 4, 16, 15, 5),
         "GPT-2, 124 M": (GPT2, 1024, 16, 64, 30, 10),
     }
 

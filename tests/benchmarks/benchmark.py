@@ -19,6 +19,12 @@ on one machine, contenders in turn.
     context     memory, bytes and work of stage 09, counted; some on paper
     context-models  which architectures stage 09 takes
     context-traps  mistakes in stage 09 after 400 steps, ten minutes
+    experts-state  parameters, gradients and moments of each rank in stages 03 and 10
+    experts-bytes  what a rank sends for the experts of a block, stage 10 against 03
+    experts-load   time of a block by load of the busiest rank, and that load in the default run
+    experts-balance  loads of experts and losses after 300 steps, with auxiliary losses
+    experts-models which mixtures of experts stage 10 takes
+    experts-compile  what of a block is compiled in stage 10, and what that gains on CPUs
     wire        bytes on a network interface against those that a run logs
     encode      speed of encoding and decoding against that of a copy
     link        time of a step on links of 50, 200 and 1000 Mbit/s
@@ -43,10 +49,12 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
 
 import bench_compression
 import bench_context
+import bench_experts
 import bench_gpu
 import bench_paper
 import bench_speed
 import context_models
+import expert_models
 from bench_common import MEASURED, STAGE_01
 from conftest import ROOT, load
 
@@ -92,6 +100,12 @@ COMMANDS = {
     "context": bench_context.context,
     "context-models": context_models.table,
     "context-traps": bench_context.traps,
+    "experts-state": bench_experts.state,
+    "experts-bytes": bench_experts.sent,
+    "experts-load": bench_experts.load_of_ranks,
+    "experts-balance": bench_experts.balance,
+    "experts-models": expert_models.table,
+    "experts-compile": bench_experts.compiled,
     "wire": bench_compression.wire,
     "encode": bench_compression.encode,
     "link": bench_compression.link,

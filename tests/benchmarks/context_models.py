@@ -71,13 +71,13 @@ def timed_out(number, frame):
     raise TimeoutError(f"longer than {SECONDS} s")
 
 
-def small_config(kind):
-    """A configuration of this type with small sizes, and without dropout."""
+def small_config(kind, **more):
+    """A configuration of this type with small sizes, or those in `more`, and without dropout."""
     default = transformers.CONFIG_MAPPING[kind]().get_text_config()
     values = default.to_dict()
-    sizes = {name: size for name, size in SIZES.items() if name in values}
+    sizes = {name: size for name, size in {**SIZES, **more}.items() if name in values}
     for name in ("sliding_window", "head_dim"):
-        if values.get(name) is None:
+        if values.get(name) is None and name not in more:
             sizes.pop(name, None)
     if values.get("num_key_value_heads") == values.get("num_attention_heads"):
         sizes.pop("num_key_value_heads", None)

@@ -12,12 +12,13 @@
 # GPUs:
 #
 #   bash tests/benchmarks/gpu-2.sh test       what no test on CPUs reaches
-#   bash tests/benchmarks/gpu-2.sh measure    speed, MFU and peak memory of 02 to 09 against 01
+#   bash tests/benchmarks/gpu-2.sh measure    speed, MFU and peak memory of 02 to 09 against 01,
+#                                             and of 10 against 03 on a mixture of experts
 #
 # Each ends with a file in $OUT, by default outputs/measured: gpu-2-ranks.md (on CPUs gpu-2-dry.md),
 # gpu-2-ranks-test.txt, gpu-2-test.txt, gpu-2.md.
 case ${1:-} in
   [123]) exec bash "$(dirname "$0")/gpu.sh" "ranks-$1" ;;
   test | measure) exec bash "$(dirname "$0")/gpu.sh" "$1-2" ;;
-  *) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
+  *) sed -n '2,20s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

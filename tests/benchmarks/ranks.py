@@ -44,11 +44,12 @@ from bench_common import (
     STAGE_07,
     STAGE_08,
     STAGE_09,
+    STAGE_10,
     machine,
     table,
     write_model,
 )
-from conftest import SMALL, end, environment, exact, load, metrics
+from conftest import SMALL, end, environment, exact, load, metrics, save_mixture
 from stages import script
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -220,10 +221,22 @@ def same_curve(one, other, steps, factor=1):
     return expect(loss <= factor * LOSS_BOUND and norm <= factor * NORM_BOUND, said)
 
 
+def mixture(num_experts_per_tok):
+    """Flags of the tiny model of stage 10, which has 8 experts, for any stage."""
+    folder = Path(os.environ["COURSE_HF_HOME"], f"mixture-{num_experts_per_tok}")
+    with locks[folder]:
+        if not folder.exists():
+            save_mixture(folder, num_experts_per_tok=num_experts_per_tok)
+    return ("-m", folder, "--from-scratch")
+
+
 def in_fp32(ranks, stage, *flags, both=()):
-    """Loss and gradient norm of 20 steps: those of stage 01, and in stage 06 those of one rank."""
+    """Loss and gradient norm of 20 steps: those of stage 01, and in stage 06 those of one rank. In
+    stage 10 each token has all experts, so that no route flips."""
     if "--cpu-offload" in flags and not ON_GPU:
         raise NotHere("FSDP moves shards to the CPU from a GPU only")
+    if stage == STAGE_10:
+        both = mixture(8)
     one = (1, STAGE_06) if stage == STAGE_06 else (None, STAGE_01)
     one = known_curve(*one, *FP32, *both)
     return same_curve(one, curve(ranks, stage, *FP32, *both, *flags), range(1, STEPS + 1))
@@ -232,7 +245,8 @@ def in_fp32(ranks, stage, *flags, both=()):
 def in_bf16(ranks, stage):
     """Compiled, if there is a compiler: the first losses are near those of fp32, and they fall."""
     one = (1, STAGE_06) if stage == STAGE_06 else (None, STAGE_01)
-    one, other = known_curve(*one, *FP32), curve(ranks, stage, *BF16)
+    both = mixture(2) if stage == STAGE_10 else ()
+    one, other = known_curve(*one, *FP32, *both), curve(ranks, stage, *BF16, *both)
     loss = difference(one, other, "train/loss", range(1, 5))
     first, last = other[1]["train/loss"], other[STEPS]["train/loss"]
     said = f"first losses within {loss:.1e} of fp32, {first:.3f} → {last:.3f} ({BF16[-1]})"
@@ -420,8 +434,8 @@ def fp32_case(ranks, stage, *flags):
 
 ALONE = (all_reduce, processes_of_gpus)  # these take a time, or count processes
 LATER = (STAGE_02, STAGE_03, STAGE_04, STAGE_05, STAGE_06, STAGE_07, STAGE_08)
-LATER += (STAGE_09,)
-SPLIT = (STAGE_04, STAGE_07, STAGE_08, STAGE_09)  # two ways at once on four ranks
+LATER += (STAGE_09, STAGE_10)
+SPLIT = (STAGE_04, STAGE_07, STAGE_08, STAGE_09, STAGE_10)  # two ways at once on four ranks
 PARTS = {
     "1": [
         ("processes on the GPU", 2, processes_of_gpus),
@@ -431,6 +445,7 @@ PARTS = {
         fp32_case(2, STAGE_04, "--shard-size", 2),
         *[fp32_case(4, stage) for stage in SPLIT],
         fp32_case(4, STAGE_09, "--context-size", 4),
+        fp32_case(4, STAGE_10, "--expert-size", 4),
         *[(f"04 {mode}: replicas", 2, replicas, mode, 1) for mode in ("none", "dct", "int8")],
         *[(f"04 {mode}: replicas", 4, replicas, mode, 2) for mode in ("dct", "int8")],
     ],

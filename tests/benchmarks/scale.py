@@ -1,6 +1,7 @@
-"""Memory, traffic and time of a step on paper, for Llama models in stages 03 to 05 and 07 to 09.
+"""Memory, traffic and time of a step on paper, for Llama models in stages 03 to 05 and 07 to 09,
+and what a rank sends for the experts of mixtures in stage 10.
 
-The formulas stand in the chapters of stages 05, 07, 08 and 09, with their reasons.
+The formulas stand in the chapters of stages 05 and 07 to 10, with their reasons.
 tests/test_scale.py and tests/test_tensor_parallel.py hold the memory against what is measured.
 `python tests/benchmarks/benchmark.py scale` writes the tables of the chapters."""
 
@@ -193,6 +194,63 @@ def traffic(name, shards, gpus, tokens, length, ratio, links, recompute):
     compute = recompute * tokens * flops(config, n, length) / FLOPS
     seconds = [compute, inner / links[0], outer / links[1]]
     return inner, outer, [*seconds, max(seconds)]
+
+
+# What the experts of stage 10 need: of a block, for each rank.
+MIXTURES = {
+    # The defaults of the configurations in transformers are the sizes of these models, but for
+    # those that are given here, which are from the config.json of the model on the hub.
+    "Mixtral-8x7B": ("mixtral", {}),
+    "OLMoE-1B-7B": ("olmoe", {"intermediate_size": 1024}),
+    "Qwen3-30B-A3B": ("qwen3_moe", {}),
+    "gpt-oss-20b": ("gpt_oss", {"num_local_experts": 32}),
+    "DeepSeek-V3": ("deepseek_v3", {}),
+}
+
+
+def mixtures():
+    """The configurations of published mixtures by name."""
+    return {
+        name: transformers.AutoConfig.for_model(kind, **sizes)
+        for name, (kind, sizes) in MIXTURES.items()
+    }
+
+
+def experts_of(config):
+    """How many experts a block has, and how many of them a token has."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    number = next(getattr(config, name) for name in names if hasattr(config, name))
+    return number, config.num_experts_per_tok
+
+
+def values_of_experts(config):
+    """Parameters of one expert: two matrices from the hidden size to the width, and one back.
+    Experts of gpt_oss also have biases."""
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    biases = 2 * width + config.hidden_size if config.model_type == "gpt_oss" else 0
+    return 3 * config.hidden_size * width + biases
+
+
+def expert_bytes(config, tokens, ranks, expert_size, c=2, checkpointing=False):
+    """What a rank sends for the experts of a block in a micro-batch of `tokens`, if all experts
+    have equally many: by FSDP within a shard group, and as rows within an expert group, `c` bytes
+    for each number. In stage 03 it is the first one with `expert_size` 1. FSDP gathers twice, and
+    scatters gradients in fp32. Rows travel to the experts and back, and so do their gradients; with
+    checkpointing the rows do that once more."""
+    experts, chosen = experts_of(config)
+    values = experts * values_of_experts(config)
+    by_fsdp = (2 * c + 4) * values * (1 / expert_size - 1 / ranks)
+    passes = 6 if checkpointing else 4
+    rows = passes * c * tokens * chosen * config.hidden_size * (1 - 1 / expert_size)
+    return by_fsdp, rows
+
+
+def break_even_tokens(config, c=2, checkpointing=False):
+    """With fewer tokens in a micro-batch of a rank than this, stage 10 sends less than stage 03,
+    whatever the numbers of ranks: (1 - 1 / expert_size) is a factor of both sides."""
+    experts, chosen = experts_of(config)
+    of_a_token = (6 if checkpointing else 4) * c * chosen * config.hidden_size
+    return (2 * c + 4) * experts * values_of_experts(config) / of_a_token
 
 
 # What a node sends in a second: with an adapter of 400 Gbit/s for each of its 8 GPUs, and with one

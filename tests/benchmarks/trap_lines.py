@@ -227,6 +227,32 @@ LINES = [
         "-s 64 --max-steps 8 -m grouped --from-scratch",
         {"no `enable_gqa=True`": [("scale=scaling, enable_gqa=True", "scale=scaling")]},
     ),
+    (
+        "10-expert-parallel",
+        2,
+        "-s 64 --max-steps 40",
+        {
+            "no `parameter.grad /= expert_size`": [
+                ("            parameter.grad /= expert_size\n", "            pass\n")
+            ],
+            "no `all_reduce(squares)`": [("        dist.all_reduce(squares)\n", "")],
+            "the norm of `others` alone": [
+                (
+                    "p.grad.to_local() for p in model.parameters()",
+                    "p.grad.to_local() for p in others",
+                )
+            ],
+            "`others` alone are clipped": [("in (of_experts, others):", "in (others,):")],
+            "`rows[order]`": [("rows[order.argsort()]", "rows[order]")],
+            "no `[order.argsort()]`": [("rows[order.argsort()]", "rows")],
+            "no `* top_k_weights[:, :, None]`": [("(rows * top_k_weights[:, :, None])", "rows")],
+            "no row of zeros": [
+                ("    rows = F.pad(rows, (0, 0, 0, 1))\n", ""),
+                ("    numbers = F.pad(numbers, (0, 1))\n", ""),
+                ("AllToAll.apply(rows[:-1], ", "AllToAll.apply(rows, "),
+            ],
+        },
+    ),
 ]
 
 

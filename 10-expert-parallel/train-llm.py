@@ -1,0 +1,1003 @@
+"""Stage 10: expert parallelism. Each process has some of the experts, and tokens travel to them.
+
+Try it; train on a text of your own; train a pretrained model further. Without -e nothing is saved.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py
+    torchrun --standalone --nproc-per-node 2 train-llm.py -e notes -d notes.txt --max-steps 200
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e moe -d a.txt -m Qwen/Qwen1.5-MoE-A2.7B
+"""
+
+import argparse
+import glob
+import itertools
+import json
+import math
+import os
+import shlex
+import sys
+import time
+import zlib
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics  # the language reference, a text that comes with Python
+
+# logs_and_checkpoints.py is in the parent folder. That goes first on the path, so that a clone of
+# this repository never imports the module of another clone.
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from logs_and_checkpoints import (
+    LOCAL_RANK,
+    MEMORY_METRICS,
+    RunLog,
+    check_same,
+    describe_run,
+    fail,
+    load_checkpoint,
+    memory_gb,
+    open_run_dir,
+    save_checkpoint,
+    save_final_model,
+    say,
+)
+from tokenizers.pre_tokenizers import ByteLevel
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+transformers.logging.set_verbosity_error()  # hides warnings
+transformers.logging.disable_progress_bar()
+# In each forward pass transformers asks the GPU whether a row is several sequences that must not
+# attend to each other, and Python waits for the answer. Here it never is, and None says so.
+transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@record  # torchrun shows the traceback of the process that failed first
+def main(args):
+    if "RANK" not in os.environ:
+        fail("this stage needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(args.device)
+    args.dtype = args.dtype or default_dtype(device)
+    dtype = DTYPES[args.dtype]
+    if args.cpu_offload and args.dtype == "fp16":
+        fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
+    if args.cpu_offload and device.type == "cpu":
+        fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
+    run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
+    if run_dir:
+        open_run_dir(run_dir)
+
+    # torchrun starts this script several times, usually once for each GPU, and every process runs
+    # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
+    # world_size - 1. They communicate through collectives: operations that every rank must call,
+    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. NCCL, a library
+    # of NVIDIA's, carries them out for tensors on GPUs, and Gloo for tensors on the CPU.
+    if device.type == "cuda":
+        # The local rank is the number of a process on its machine. Each takes a GPU of its own.
+        device = torch.device("cuda", LOCAL_RANK)
+        torch.cuda.set_device(device)
+        # With --cpu-offload gradients are in CPU memory, and so are the norms that the ranks add up
+        # to clip them. NCCL cannot do this, Gloo can.
+        backend = "cpu:gloo,cuda:nccl" if args.cpu_offload else "nccl"
+        dist.init_process_group(backend, device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    # A barrier is a collective that returns when every rank has called it. A collective fails when
+    # it waits for longer than its timeout, but loading data or a model may take hours. So the ranks
+    # wait for that in a process group of its own, with a long timeout.
+    loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+
+    # Data: sequences of one length, cut from the documents.
+    config, weights = load_config(args.model_name, args.from_scratch)
+    tokenizer = load_tokenizer(args.model_name, args.dataset_name)
+    # The first rank of each machine tokenizes, and then the others read the result from the cache.
+    if LOCAL_RANK > 0:
+        dist.barrier(loading_group)
+    train_data, eval_data = load_data(args, config, tokenizer)
+    if LOCAL_RANK == 0:
+        dist.barrier(loading_group)
+    experiment = check_data(args, config, train_data, eval_data)
+    # Flags and data must be the same on all ranks: another machine may have other files.
+    flags_and_contents = {**vars(args), **experiment}
+    of_all_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
+    for number, other in enumerate(of_all_ranks):
+        check_same(flags_and_contents, other, f"on rank {number}")
+    eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
+
+    # The ranks that share the work of a global batch. Here these are all ranks.
+    data_group = dist.group.WORLD
+    num_shares = dist.get_world_size(data_group)
+
+    # For experts the ranks form a mesh of two dimensions. An expert group shares out the experts of
+    # each block, and its ranks send tokens to each other. They have consecutive numbers, and so are
+    # on one machine if expert_size divides its number of processes. Ranks at the same place of all
+    # groups have the same experts, sharded as in stage 03: they are a shard group.
+    expert_size = args.expert_size
+    if num_shares % expert_size > 0:
+        fail(f"--expert-size {expert_size}: does not divide {num_shares} processes")
+    expert_mesh = init_device_mesh(
+        device.type, (num_shares // expert_size, expert_size), mesh_dim_names=("shard", "expert")
+    )
+
+    # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
+    # sequences left over at its end, fewer than a batch, are skipped.
+    if args.num_epochs is None:
+        args.num_epochs = 3 if weights else 10
+    steps_per_epoch = len(train_data) // args.global_batch_size
+    total_steps = args.num_epochs * steps_per_epoch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    say(
+        f"{args.dataset_name}: {len(train_data)} sequences of {args.seq_length} tokens and "
+        f"{len(eval_data)} held out, {total_steps} steps"
+    )
+
+    # A global batch is usually too large for the memory of the device. So it is split into
+    # micro-batches, whose gradients are added up before the update (gradient accumulation).
+    # The batch is divided into shares before that, one for each rank of the data group. So the
+    # number of ranks does not change what a step trains on.
+    sequences_per_share = math.ceil(args.global_batch_size / num_shares)
+    grad_accum_steps = math.ceil(sequences_per_share / args.batch_size)
+    say(
+        f"{args.global_batch_size} sequences per step = "
+        f"{num_shares} share(s) × "
+        f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
+    )
+
+    # The final model is exported in fp32, or in bf16 if the pretrained weights were bf16 and the
+    # training uses bf16.
+    if args.export_dtype is None:
+        began_in_bf16 = weights is not None and config.dtype == torch.bfloat16
+        args.export_dtype = "bf16" if began_in_bf16 and args.dtype == "bf16" else "fp32"
+
+    # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
+    # small updates would be rounded away.
+    # The model may be too large for one GPU, and for the CPU if all ranks load it. So rank 0 alone
+    # does. The others build it on the meta device, where tensors have a shape but no storage.
+    is_rank_0 = dist.get_rank() == 0
+    with torch.device("cpu" if is_rank_0 else "meta"):
+        model = load_model(config, weights if is_rank_0 else None, args.attn, args.seed)
+    full_weights = model.state_dict()
+    dist.barrier(loading_group)
+    run_info = describe_run(model, args.seq_length, device)
+    say(
+        f"{run_info['parameters']:,} parameters, {'pretrained' if weights else 'random'} weights, "
+        f"{run_info['attn']}, {args.dtype}, {device}"
+    )
+
+    # The transformer blocks. In most models of transformers, the library, they are of this class.
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not blocks:
+        fail(f"--model-name {args.model_name}: no transformer blocks were found in it")
+
+    # torch.compile compiles the first block and uses the result for the others: their code is the
+    # same. Compiling the whole model would take many times as long. The loss is compiled too: its
+    # intermediate results are the largest tensors of a step, and compiled code never stores them.
+    if args.compile is None:
+        args.compile = device.type == "cuda"
+    loss_fn = sum_cross_entropy
+    if args.compile:
+        # Where blocks differ, in a scale by depth for example, each is compiled, and once more for
+        # a smaller micro-batch. By default a function is compiled at most 8 times.
+        torch._dynamo.config.recompile_limit += 2 * len(blocks)
+        for block in blocks:
+            block.forward = compile_for_training(block.forward)
+        loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
+
+    # Activation checkpointing keeps only the input of each block. In the backward pass it computes
+    # the other activations a second time. No block draws random numbers, as dropout is 0, so the
+    # state of the random number generator need not be kept for that.
+    if args.activation_checkpointing:
+        for block in blocks:
+            block.forward = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # one dimension: all ranks
+
+    # Sharding: each rank keeps 1 / world_size of every parameter, its shard. FSDP gathers the
+    # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
+    # them again for its backward pass. Then it averages the gradients of the block over the ranks,
+    # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
+    # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
+    # These belong to the model itself, the root module, which is therefore last in the loop.
+    #
+    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
+    # gradients are averaged in fp32. The loss is computed in fp32, as before.
+    mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
+    # Experts are gathered in their shard group. They are in the blocks, so they come first.
+    experts = split_experts(model, expert_mesh, mp_policy=mixed_precision, offload_policy=offload)
+    for module in [*blocks, model]:
+        fully_shard(module, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload)
+    if args.no_reshard_after_forward:
+        model.set_reshard_after_forward(False)
+    send_weights(model, full_weights, device, args.cpu_offload)
+    del full_weights
+
+    # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
+    # `fused` updates all parameters in a few kernels instead of several for each parameter.
+    if args.lr is None:
+        args.lr = 2e-5 if weights else 2e-3
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if weights else 0.1
+    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # decay rates of the moments in each step
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
+    # The parameters of experts are on the other mesh. Some operations take those of one mesh only.
+    of_experts = [p for p in model.parameters() if p.device_mesh == expert_mesh]
+    others = [p for p in model.parameters() if p.device_mesh == mesh]
+
+    # The learning rate rises in the warm-up: the first gradients of random weights are large, and
+    # AdamW's moments are still means of only a few of them.
+    if args.warmup_steps is None:
+        args.warmup_steps = min(100, total_steps // 10)
+
+    # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
+    # the backward pass, and divides the gradients by it afterwards. It does nothing for bf16 and
+    # fp32.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+
+    # Resume from the newest checkpoint of this run, if there is one. It must be of the same
+    # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
+    resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
+    steps_done = resumed["step"]
+    if steps_done >= total_steps and resumed["is_exported"]:
+        say(f"{run_dir} is finished: to export the model again, remove final_model")
+        return
+    if resumed.get("scaler"):
+        scaler.load_state_dict(resumed["scaler"])
+    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), vars(args), run_info)
+
+    for step in range(steps_done + 1, total_steps + 1):
+        # Data. The seed and the epoch alone decide the order of an epoch's sequences, and the step
+        # decides which of them form its global batch. So a resumed run continues exactly where it
+        # was, without any state of a data loader.
+        epoch, step_in_epoch = divmod(step - 1, steps_per_epoch)
+        if step_in_epoch == 0 or step == steps_done + 1:
+            order = np.random.default_rng((args.seed, epoch)).permutation(len(train_data))
+        start = step_in_epoch * args.global_batch_size
+        indices = order[start : start + args.global_batch_size]
+
+        micro_batches, num_targets = make_micro_batches(
+            train_data, indices, args.batch_size, device, data_group
+        )
+        dist.all_reduce(num_targets, group=data_group)  # each rank now has the sum of all
+        num_targets.clamp_(min=1)  # a batch without any target has loss 0, not 0 / 0
+        log.lap("data")
+
+        # Forward and backward. The gradients of all micro-batches add up.
+        step_loss = torch.zeros((), device=device)
+        for i, (input_ids, targets) in enumerate(micro_batches):
+            # By default each backward pass averages gradients, so a rank keeps those of its shards.
+            # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP.
+            # Averaging gradients once per step is enough, in the last backward pass.
+            is_last = i == len(micro_batches) - 1
+            if args.no_reshard_after_forward:
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last)
+
+            loss = loss_sum(model, input_ids, targets, loss_fn)
+            step_loss += loss.detach()
+            log.lap("forward")
+
+            # Divide by the number of targets in the whole global batch, not in the micro-batch.
+            # Then every target has the same weight, even if some micro-batches have fewer of them,
+            # and the result does not depend on --batch-size.
+            # `num_targets` counts the targets of all shares, so their gradients must be added up.
+            # They are averaged instead, so multiply by num_shares to get the sum.
+            scaler.scale(loss * num_shares / num_targets).backward()
+            log.lap("backward")
+
+        # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
+        # batch does not dominate the moments of AdamW for many steps.
+        scaler.unscale_(optimizer)
+        # The gradient of an expert comes from the tokens of its expert group, and the sum over the
+        # shard group from those of all ranks, as for other parameters. But FSDP divides this sum by
+        # the size of the shard group, and not by num_shares.
+        for parameter in of_experts:
+            parameter.grad /= expert_size
+        # Each element of a gradient is on one rank only. So the squares of the norms of all ranks
+        # add up to the square of the norm of the whole gradient.
+        grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        squares = torch.nn.utils.get_total_norm(grads) ** 2
+        dist.all_reduce(squares)
+        grad_norm = squares.sqrt()
+        for parameters in (of_experts, others):
+            torch.nn.utils.clip_grads_with_norm_(parameters, args.max_grad_norm, grad_norm)
+        lr = args.lr * lr_factor(step, args.lr_scheduler, args.warmup_steps, total_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        scaler.step(optimizer)
+        scaler.update()
+        log.lap("update")
+
+        # Log. Reading a value (.item(), .tolist()) waits until the GPU has computed it, so this is
+        # done only in the steps that are logged.
+        metrics = {}
+        is_last_step = step == total_steps
+        is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step)
+        if step == steps_done + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
+            dist.all_reduce(step_loss, group=data_group)
+            memory = memory_gb(model, optimizer, device)
+            dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
+            # How many tokens each expert has had since the last line: (blocks, experts).
+            load = torch.stack([module.load for module in experts])
+            dist.all_reduce(load)
+            load = load / load.float().mean(dim=1, keepdim=True)  # 1 if all have equally many
+            load_of_ranks = load.unflatten(1, (expert_size, -1)).mean(dim=2)
+            for module in experts:
+                module.load.zero_()
+            metrics = {
+                "train/loss": step_loss.item() / num_targets.item(),
+                "train/grad_norm": grad_norm.item(),
+                "train/learning_rate": lr,
+                "train/epoch": step / steps_per_epoch,
+                "train/max_load_of_expert": load.max().item(),
+                "train/min_load_of_expert": load.min().item(),
+                "train/max_load_of_rank": load_of_ranks.max().item(),
+                **log.pop_times(),
+                **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
+            }
+            check_finite(step, metrics, scaler)
+        log.step(step, metrics)
+        optimizer.zero_grad()  # otherwise the next step would add to these gradients
+        log.lap("log")  # counted in the next line: the times of this line are read already
+
+        # Checkpoint: model and optimizer, and what else is needed to resume.
+        if is_save_step:
+            values = {
+                "experiment": experiment,
+                "flags": vars(args),
+                "comet_key": log.comet_key,
+                "scaler": scaler.state_dict(),
+            }
+            save_checkpoint(run_dir, step, model, optimizer, values, args.keep_checkpoints)
+
+        # Evaluate on text that the model was not trained on.
+        if args.eval_freq and step % args.eval_freq == 0 and not is_last_step:
+            results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
+            log.step(step, results)
+        log.lap("outside")  # what is outside of a step does not count for tokens per second
+
+    # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
+    # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
+    results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
+    prompt, text = sample(model, eval_data[0], 64, tokenizer, device)
+    log.step(log.last_step, results)
+    say(f"prompt, from text that the model was not trained on: {prompt}")
+    say(f"what the model writes after it: {text}")
+    if run_dir:
+        save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
+    log.close()
+    dist.barrier(loading_group)  # rank 0 writes the model, and may still send to Comet
+
+
+def split_experts(model, mesh, **options):
+    """Gives each rank its experts: those of a block are split over an expert group.
+
+    FSDP, with these options, shards them over a shard group. Returns the modules that hold the
+    experts, one for each block that has some."""
+    group, group_size = mesh.get_group("expert"), mesh["expert"].size()
+    # The attribute stands for an interface: `forward` takes hidden states, the numbers of the
+    # experts that the router has chosen for each token, and their weights. Parameters have the
+    # experts in dimension 0.
+    modules = [
+        module
+        for module in model.modules()
+        if hasattr(module, "has_gate")
+        and all(len(parameter) == module.num_experts for parameter in module.parameters())
+    ]
+    if not modules:
+        fail(f"--model-name: {model.config.model_type} has no experts to split, use 03-fsdp")
+    for module in modules:
+        if module.num_experts % group_size > 0:
+            fail(f"--expert-size {group_size}: does not divide {module.num_experts} experts")
+        module.load = torch.zeros(module.num_experts, dtype=torch.int64, device=mesh.device_type)
+        # A DTensor knows the shape of the whole, so a checkpoint has all experts under one name.
+        # With src_data_rank=None each rank takes its part from its own copy of the model. On most
+        # ranks that is on the meta device, and `send_weights` sends the values later.
+        for name, parameter in module.named_parameters():
+            part = distribute_tensor(parameter, mesh["expert"], [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, torch.nn.Parameter(part))
+        module.num_experts //= group_size
+        module.forward = partial(compute_in_group, module, module.forward, group)
+        shard_evenly = partial(choose_dimension, mesh["shard"].size())
+        fully_shard(module, mesh=mesh["shard"], shard_placement_fn=shard_evenly, **options)
+    return modules
+
+
+def choose_dimension(num_ranks, parameter):
+    """FSDP shards dimension 0, between experts, unless only dimension 1 divides evenly."""
+    num_own, size = parameter.to_local().shape[:2]
+    return Shard(1) if num_own % num_ranks > 0 and size % num_ranks == 0 else Shard(0)
+
+
+@torch.compiler.disable  # the number of rows differs from call to call
+def compute_in_group(experts, forward, group, hidden_states, top_k_index, top_k_weights):
+    """Computes the experts of a block in an expert group. `forward` computes those of this rank.
+
+    It takes T tokens of this rank, (T, hidden size), the numbers of the K experts of each token and
+    their weights, both (T, K). It returns the weighted sums of their outputs, (T, hidden size)."""
+    num_own, group_size = experts.num_experts, dist.get_world_size(group)
+    num_choices = top_k_index.shape[1]
+
+    # One row for each pair of a token and an expert. They are sorted by expert, and so by rank.
+    order = top_k_index.flatten().argsort(stable=True)
+    rows = hidden_states[order // num_choices]
+    counts = F.one_hot(top_k_index, group_size * num_own).sum(dim=(0, 1))  # of each expert
+    if torch.is_grad_enabled():
+        experts.load += counts
+
+    # How many rows go to each rank, and how many come from it. Python needs these numbers to
+    # allocate memory, so it waits here until the GPU has computed them.
+    counts = counts.view(group_size, num_own)
+    counts_received = torch.empty_like(counts)
+    dist.all_to_all_single(counts_received, counts, group=group)
+    num_sent, num_received = torch.stack([counts, counts_received]).sum(dim=2).tolist()
+
+    # Dispatch: rows travel to the ranks of their experts. What arrives is sorted by sender, and the
+    # rows of one sender by expert.
+    rows = AllToAll.apply(rows, num_sent, num_received, group)
+    numbers = torch.arange(num_own, device=rows.device).repeat(group_size)
+    numbers = numbers.repeat_interleave(counts_received.flatten(), output_size=len(rows))
+
+    # Compute: each row has one expert of this rank, with weight 1. If no token has chosen one of
+    # them, there would be no backward pass here, and the other ranks would wait for its
+    # collectives. So there is always one more row, of zeros, whose output is not used.
+    rows = F.pad(rows, (0, 0, 0, 1))
+    numbers = F.pad(numbers, (0, 1))
+    # FSDP has gathered the parameters in the shard group. Now they are DTensors over the expert
+    # group, and `forward` computes with the part of this rank.
+    parameters = experts._parameters
+    experts._parameters = {name: p.to_local() for name, p in parameters.items()}
+    rows = forward(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+    experts._parameters = parameters
+
+    # Combine: the rows travel back, and each token adds up those of its experts.
+    rows = AllToAll.apply(rows[:-1], num_received, num_sent, group)
+    rows = rows[order.argsort()].unflatten(0, (-1, num_choices))
+    return (rows * top_k_weights[:, :, None]).sum(dim=1).to(hidden_states.dtype)
+
+
+class AllToAll(torch.autograd.Function):
+    """Sends rows to each rank of a group, and returns those that it receives, by sender.
+
+    The backward pass sends the gradients the other way."""
+
+    @staticmethod
+    def forward(ctx, rows, num_sent, num_received, group):
+        ctx.way_back = num_received, num_sent, group
+        received = rows.new_empty(sum(num_received), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), num_received, num_sent, group)
+        return received
+
+    @staticmethod
+    def backward(ctx, gradients):
+        return AllToAll.apply(gradients, *ctx.way_back), None, None, None
+
+
+def share_of_rank(indices, group):
+    """Returns this rank's part of `indices`, and how many of its entries count.
+
+    A backward pass may contain collectives, for which all ranks wait. So every rank gets
+    the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
+    one less repeat a sequence that does not count: all its targets are -100, without a loss."""
+    rank, num_shares = dist.get_rank(group), dist.get_world_size(group)
+    share = list(indices[rank::num_shares])
+    num_real = len(share)
+    if num_real < math.ceil(len(indices) / num_shares):
+        share.append(indices[0])
+    return share, num_real
+
+
+def make_micro_batches(data, indices, batch_size, device, group):
+    """Loads this rank's share of the sequences with these indices, in micro-batches.
+
+    Returns a list of (input_ids, targets), int64 tensors of shape (B, T) on the device, and the
+    number of targets, a scalar there. targets[:, i] is the token that follows input_ids[:, i], or
+    -100 where the loss leaves it out."""
+    share, num_real = share_of_rank(indices, group)
+    micro_batches = []
+    num_targets = torch.zeros((), dtype=torch.int64, device=device)
+    for start in range(0, len(share), batch_size):
+        rows = data[share[start : start + batch_size]]
+        input_ids = rows["input_ids"]
+        labels = rows.get("labels", input_ids)
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)  # nothing follows the last token
+        targets[num_real - start :] = -100  # of the sequence that does not count
+
+        # From pinned memory the copy to the GPU is asynchronous: Python does not wait for it.
+        if device.type == "cuda":
+            input_ids = input_ids.pin_memory().to(device, non_blocking=True)
+            targets = targets.pin_memory().to(device, non_blocking=True)
+        micro_batches.append((input_ids, targets))
+        num_targets += (targets != -100).sum()
+    return micro_batches, num_targets
+
+
+def loss_sum(model, input_ids, targets, loss_fn):
+    """The sum of the loss over all targets, in nats: a scalar on the device.
+
+    `loss_fn` is `sum_cross_entropy`, compiled or not."""
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return loss_fn(logits, targets)
+
+
+def sum_cross_entropy(logits, targets):
+    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def compile_for_training(forward):
+    """Returns a function that runs `forward`, compiled if gradients are enabled, else as it is.
+
+    Without gradients it would need other code, and to compile that would take as long again.
+    `dynamic=False`: each batch size has its own code. Otherwise a smaller micro-batch would replace
+    the code for the full ones with slower code for all sizes."""
+    compiled_forward = torch.compile(forward, dynamic=False)
+
+    def forward_or_compiled(*args, **kwargs):
+        return (compiled_forward if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return forward_or_compiled
+
+
+def lr_factor(step, schedule, warmup_steps, total_steps):
+    """The learning rate of a step as a share of --lr. It needs no state of the steps before.
+
+    Steps count from 1. The share rises in the steps of the warm-up, is 1 in the one after it, and
+    then falls, unless it is constant. One step before the first, and after the last, it is 0."""
+    if step <= warmup_steps:
+        return step / (warmup_steps + 1)
+    if schedule == "constant":
+        return 1.0
+    progress = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
+    if schedule == "linear":
+        return 1 - progress
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def check_finite(step, metrics, scaler):
+    """Ends the run if loss or gradient is not finite: its checkpoints would replace good ones."""
+    loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
+    # In fp16 the scaler finds such gradients, and skips the update.
+    norm_is_fine = math.isfinite(grad_norm) or scaler.is_enabled()
+    if not (math.isfinite(loss) and norm_is_fine):
+        fail(f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a lower --lr")
+
+
+@torch.no_grad()
+def evaluate(model, data, batch_size, device, loss_fn, group):
+    """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
+
+    There is no model.eval(): dropout is 0 in training too."""
+    total = torch.zeros((), device=device)
+    num_targets = torch.zeros((), dtype=torch.int64, device=device)
+    indices = range(len(data))
+    global_batch_size = batch_size * dist.get_world_size(group)
+    for start in range(0, len(data), global_batch_size):
+        batch = indices[start : start + global_batch_size]
+        [(input_ids, targets)], count = make_micro_batches(data, batch, batch_size, device, group)
+        total += loss_sum(model, input_ids, targets, loss_fn)
+        num_targets += count
+    model.reshard()  # the root module stays gathered until a backward pass, and here is none
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(num_targets, group=group)
+    loss = (total / num_targets).item()  # NaN if there is no target
+    return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
+
+
+@torch.no_grad()
+def sample(model, row, num_tokens, tokenizer, device):
+    """Returns a prompt, the beginning of a row of data, and what the model writes after it.
+
+    The prompt ends where an answer begins or, if all of the row is text, after 32 tokens."""
+    is_target = row.get("labels", row["input_ids"]) != -100
+    answers = (is_target[1:] & ~is_target[:-1]).nonzero() + 1  # where they begin
+    start = answers[0].item() if len(answers) else min(32, len(is_target) // 2)
+    tokens = row["input_ids"][None, : start + num_tokens].to(device, copy=True)
+    tokens[:, start:] = 0
+
+    generator = torch.Generator().manual_seed(0)
+    for i in range(start, tokens.shape[1]):
+        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
+        logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
+        # A temperature below 1, here 0.6, makes likely tokens likelier.
+        probabilities = (logits.float().cpu() / 0.6).softmax(0)
+        tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
+    model.reshard()  # as in `evaluate`
+
+    text = tokenizer.decode(tokens[0, start:])
+    if tokenizer.eos_token:
+        text = text.split(tokenizer.eos_token)[0]
+    return tokenizer.decode(tokens[0, :start]), text
+
+
+def default_dtype(device):
+    """bf16 on a GPU, but fp16 on those that do not compute in bf16, such as V100 and T4."""
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def load_config(name, from_scratch):
+    """Returns the model's config, and the path or hub id of its weights.
+
+    The latter is None if the model starts from random weights."""
+    if name == "tiny":
+        config = transformers.MixtralConfig(  # a Llama with experts in the place of its MLPs
+            vocab_size=1024,
+            hidden_size=128,
+            intermediate_size=160,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        return config, None
+
+    config = load_pretrained(transformers.AutoConfig, name)
+    config = config.get_text_config()  # the language part of a multimodal model
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        fail(f"--model-name {name}: transformers has no language model of type {config.model_type}")
+    config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
+    # No dropout: its random numbers would depend on how a batch is split.
+    for key, value in vars(config).items():
+        if value and ("drop" in key or "jitter" in key):
+            setattr(config, key, 0.0)
+            say(f"{key} is {value} in {name} and 0 here")
+    return config, None if from_scratch else name
+
+
+def load_tokenizer(model_name, dataset_name):
+    """The tokenizer of the model, or that of prepare.py, which may have added a chat template."""
+    files = {path.name for path in Path(model_name).glob("[!.]*")}
+    is_config_alone = files and files <= {"config.json", "generation_config.json"}
+    if is_config_alone:
+        say(f"{model_name} has no tokenizer: it gets that of tiny")
+    if model_name == "tiny" or is_config_alone:
+        tokenizer = tiny_tokenizer()
+    else:
+        tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
+        # Without files, transformers makes a tokenizer of special tokens only.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
+
+    prepared = Path(dataset_name, "tokenizer")
+    if not prepared.exists():
+        return tokenizer
+    vocabulary = tokenizer.get_vocab().items()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(prepared)
+    if not vocabulary <= tokenizer.get_vocab().items():
+        fail(f"--dataset-name {dataset_name}: prepared for another tokenizer than {model_name} has")
+    return tokenizer
+
+
+def tiny_tokenizer():
+    """A byte-level BPE of 1,024 tokens, trained on python-docs: the same in every process.
+
+    <|endoftext|> has number 0, and the 256 bytes follow it."""
+    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
+    return tokenizer.train_new_from_iterator(topics.values(), vocab_size=1024, show_progress=False)
+
+
+def load_pretrained(auto_class, name, **options):
+    """The result of auto_class.from_pretrained. Ends the run with one line if loading fails."""
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except Exception as error:  # tokenizers and safetensors raise exceptions of their own
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        fail(f"--model-name {name}: {auto_class.__name__} cannot load it: {reason}")
+
+
+def load_data(args, config, tokenizer):
+    """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
+
+    To evaluate on: the split validation or test, or else the last 5% of the training data."""
+    name, path = args.dataset_name, Path(args.dataset_name)
+    longest = getattr(config, "max_position_embeddings", sys.maxsize)
+    seq_length = args.seq_length or min(1024, longest, tokenizer.model_max_length)
+    if name == "python-docs":
+        datasets.disable_progress_bars()  # this takes only a second
+        splits = {"train": datasets.Dataset.from_dict({"text": python_docs()})}
+    elif name == "dummy":
+        tokens = np.random.default_rng(0).integers(config.vocab_size, size=(4096, seq_length))
+        splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
+    elif (path / "train.parquet").exists():  # rows of tokens, from prepare.py
+        files = {file.stem: glob.escape(str(file)) for file in path.glob("*.parquet")}
+        splits = datasets.load_dataset("parquet", data_files=files)
+    elif path.suffix == ".txt" and path.exists() and path.stat().st_size <= 50_000_000:
+        options = {"sample_by": "document", "encoding": "utf-8-sig"}  # by default, by line
+        splits = datasets.load_dataset("text", data_files=glob.escape(name), **options)
+    elif path.exists():
+        advice = how_to_prepare(args, seq_length)
+        fail(f"--dataset-name {name}: this is not a .txt file of up to 50 MB; {advice}")
+    else:
+        splits = datasets.load_dataset(name, args.dataset_subset)
+
+    if "train" not in splits:
+        fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
+    columns = splits["train"].features
+    has_tokens = set(columns) in ({"input_ids"}, {"input_ids", "labels"})
+    string_types = (datasets.Value("string"), datasets.Value("large_string"))
+    texts = [key for key in columns if columns[key] in string_types]
+    if has_tokens and args.seq_length is None:
+        seq_length = len(splits["train"][0]["input_ids"])
+    if not has_tokens and args.text_column not in texts:
+        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}, or "
+        fail(f"--dataset-name {name}: {choice}{how_to_prepare(args, seq_length)}")
+    if not has_tokens and len(columns) > 1:
+        say(f"training on the column {args.text_column} of {', '.join(columns)}")
+    if not 2 <= seq_length <= longest:
+        fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
+    args.seq_length = seq_length
+
+    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    if unread := splits.keys() - {"train", held_out}:
+        say(f"--dataset-name {name}: not read: {', '.join(sorted(unread))}")
+    train = pack(splits["train"], args.text_column, tokenizer, seq_length)
+    if held_out:
+        return train, pack(splits[held_out], args.text_column, tokenizer, seq_length)
+    num_train = len(train) - math.ceil(len(train) / 20)
+    return train.select(range(num_train)), train.select(range(num_train, len(train)))
+
+
+def python_docs():
+    """The texts of the language reference that comes with Python.
+
+    Some contain others. A paragraph is used once, so that none is both trained on and held out."""
+    seen, texts = set(), []
+    for text in topics.values():
+        paragraphs = dict.fromkeys(text.split("\n\n"))  # each once, in their order
+        texts.append("\n\n".join(part for part in paragraphs if part not in seen))
+        seen.update(paragraphs)
+    return texts
+
+
+def how_to_prepare(args, seq_length):
+    """The command of prepare.py that turns the data into rows of tokens."""
+    out = f"prepared/{Path(args.dataset_name).stem}"
+    command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
+    command += ["-d", args.dataset_name, "-s", str(seq_length), "-o", out]
+    if args.dataset_subset:
+        command += ["--dataset-subset", args.dataset_subset]
+    if args.text_column != "text":
+        command += ["--text-column", args.text_column]
+    return f"run `{shlex.join(command)}`, and then this command again with -d {out}"
+
+
+def pack(documents, column, tokenizer, seq_length):
+    """Joins the tokens of texts and cuts them into sequences of one length (packing).
+
+    Returns a data set with `input_ids`. A token attends to all before it in its sequence, also of
+    other texts. The last tokens, fewer than a sequence, are left out.
+    Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
+    if "input_ids" in documents.column_names:
+        return documents.with_format("torch")
+    tokens = []  # those that do not fill a sequence yet
+
+    def cut(batch):
+        for text_tokens in tokenize(batch[column], tokenizer):
+            tokens.extend(text_tokens)
+        end = len(tokens) // seq_length * seq_length
+        sequences = [tokens[i : i + seq_length] for i in range(0, end, seq_length)]
+        del tokens[:end]
+        return {"input_ids": sequences}
+
+    sequences = documents.map(
+        cut, batched=True, batch_size=100, remove_columns=documents.column_names
+    )
+    return sequences.with_format("torch")
+
+
+def tokenize(texts, tokenizer):
+    """Yields the tokens of each text, with the special tokens for its beginning and its end."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if tokenizer("a")["input_ids"][0] != bos:
+        bos = None  # only some tokenizers begin each text with this token
+    texts = [text or "" for text in texts]  # a value may be missing
+    for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+        if not tokens:
+            continue
+        # A text that has these special tokens already does not get them twice.
+        if bos is not None and tokens[0] != bos:
+            tokens = [bos, *tokens]
+        if eos is not None and tokens[-1] != eos:
+            tokens = [*tokens, eos]
+        yield tokens
+
+
+def check_data(args, config, train_data, eval_data):
+    """Ends the run if it cannot train on these data. Returns what identifies the experiment.
+
+    This dict is saved: a run that is resumed must have the same model and data, whatever their
+    names. So it holds the config and a checksum of the tokens, under the names of the flags that
+    they belong to."""
+    if len(train_data) < args.global_batch_size or len(eval_data) == 0:
+        size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
+        fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
+
+    crc = 0
+    batches = [data.with_format("numpy").iter(batch_size=1000) for data in (train_data, eval_data)]
+    for rows in itertools.chain(*batches):
+        for name, tokens in rows.items():
+            if tokens.shape[1:] != (args.seq_length,):  # of rows of several lengths it is ()
+                lengths = sorted({np.size(row) for row in tokens})[:3]
+                fail(f"--seq-length {args.seq_length}: the rows of {name} have {lengths} tokens")
+            is_token = (tokens >= 0) & (tokens < config.vocab_size)
+            if name == "labels":
+                is_token |= tokens == -100
+            if not is_token.all():
+                limit = f"the model has those below {config.vocab_size}"
+                fail(f"--dataset-name: {name} has the token {tokens[~is_token][0]}, {limit}")
+            crc = zlib.crc32(tokens.astype(np.int64), crc)
+
+    config_values = json.loads(config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version"):
+        config_values.pop(name, None)
+    return {
+        "--seq-length": args.seq_length,
+        "--seed": args.seed,
+        "--global-batch-size": args.global_batch_size,
+        "--dataset-name (CRC-32 of its tokens)": crc,
+        **{f"--model-name ({name} in its config)": v for name, v in config_values.items()},
+    }
+
+
+def load_model(config, weights, attn, seed):
+    """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
+    torch.manual_seed(seed)
+    options = {
+        "attn_implementation": None if attn == "auto" else attn,  # None: sdpa, if it has that
+        "dtype": torch.float32,
+    }
+    if weights is None:
+        return transformers.AutoModelForCausalLM.from_config(config, **options)
+    options["output_loading_info"] = True
+    model, info = load_pretrained(
+        transformers.AutoModelForCausalLM, weights, config=config, **options
+    )
+    whole_config = load_pretrained(transformers.AutoConfig, weights)
+    if info["missing_keys"] and whole_config.model_type != config.model_type:
+        # In the files of a multimodal model, the weights of its language part have other names.
+        whole, info = load_pretrained(transformers.AutoModelForImageTextToText, weights, **options)
+        model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
+        output_layer = whole.get_output_embeddings()
+        model.get_output_embeddings().load_state_dict(output_layer.state_dict())
+    if info["missing_keys"]:
+        fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
+    return model.train()  # from_pretrained returns it in evaluation mode
+
+
+def send_weights(model, full_weights, device, cpu_offload):
+    """Gives all ranks their shards of `full_weights`, a state dict that has values on rank 0 only.
+
+    On the other ranks the model is still on the meta device. `to_empty` gives its tensors storage,
+    with arbitrary values, which are replaced by what rank 0 sends."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    model.to_empty(device="cpu" if cpu_offload else device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, full_weights, options=options)
+    # A state dict lacks some buffers, such as the frequencies of rotary embeddings.
+    for name, buffer in buffers.items():
+        owner, _, key = name.rpartition(".")
+        buffer = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        dist.broadcast(buffer, src=0)
+        setattr(model.get_submodule(owner), key, buffer)
+
+
+def positive(text):
+    """The type of a flag that must be a whole number above 0."""
+    if int(text) <= 0:
+        raise ValueError
+    return int(text)
+
+
+def positive_float(text):
+    """The type of a flag that must be a number above 0."""
+    if float(text) <= 0:
+        raise ValueError
+    return float(text)
+
+
+def parse_args():
+    """Returns the flags of the command line. @FILE is a file with one --flag=value on each line."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags], see --help",
+        fromfile_prefix_chars="@",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    switch = {"action": "store_true"}
+    outputs = str(ROOT / "outputs")
+
+    add = parser.add_argument_group("run").add_argument
+    add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
+    add("--save-dir", default=outputs, help="folder for all runs")
+    add("--seed", type=int, default=0, help="of the order of the data and of random weights")
+    add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
+    add("--dtype", choices=tuple(DTYPES), help="None: bf16 or fp16 on a GPU, fp32 on a CPU")
+    export_help = "of the final model, None: fp32, or bf16 for bf16 weights that train in bf16"
+    add("--export-dtype", choices=tuple(DTYPES), help=export_help)
+    add("--log-freq", type=positive, default=10, help="steps between log lines")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="how many of the newest to keep")
+    add("--comet-project-name", default="train-llm", help="where the run is shown")
+    add("--comet-workspace", help="None: the one of your account")
+    add("--comet-offline", help="an archive to upload later; needs no account", **switch)
+
+    add = parser.add_argument_group("model and data").add_argument
+    add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
+    add("--from-scratch", help="take the architecture only, not the weights", **switch)
+    add("--attn", default="auto", help="a name that transformers knows, auto: PyTorch's own")
+    add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
+    add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
+    add("--no-reshard-after-forward", help="gather once a step: faster, more memory", **switch)
+    compile_help = "torch.compile blocks and loss, None: on a GPU"
+    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+    data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
+    add("-d", "--dataset-name", default="python-docs", help=data_help)
+    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--text-column", default="text", help="train on this column of texts")
+    length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
+    add("-s", "--seq-length", type=positive, help=length_help)
+    add("-b", "--batch-size", type=positive, default=4, help="sequences of a micro-batch")
+    add("--global-batch-size", type=positive, default=8, help="sequences of an optimizer step")
+    add("--eval-freq", type=positive, help="steps between evaluations, None: only at the end")
+    add("--eval-sequences", type=positive, default=256, help="how many to evaluate at most")
+
+    add = parser.add_argument_group("optimization").add_argument
+    epochs_help = "passes over the training data, None: 10, or 3 with loaded weights"
+    add("--num-epochs", type=positive, help=epochs_help)
+    add("--max-steps", type=positive, help="end the run here, if the epochs do not end before")
+    add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
+    schedules = ("cosine", "linear", "constant")
+    add("--lr-scheduler", choices=schedules, default="cosine", help="after the warm-up")
+    add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
+    add("--weight-decay", type=float, help="of matrices, None: 0.1, or 0.01 with loaded weights")
+    add("--max-grad-norm", type=positive_float, default=1.0, help="clip gradients to this norm")
+
+    add = parser.add_argument_group("expert parallelism").add_argument
+    expert_help = "processes that share out the experts of a block"
+    add("--expert-size", type=positive, default=2, help=expert_help)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(parse_args())
+    # A process may abort if it exits while threads of Gloo are still busy, so leave them some time.
+    dist.barrier()
+    time.sleep(0.2)
+    dist.destroy_process_group()

@@ -1,31 +1,56 @@
-"""A training loop that survives SIGKILL. In step 5 of its first life it kills itself."""
+"""One of two ranks gets SIGTERM. Both save after the same step, end, and are started again."""
 
 import os
 import signal
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-life = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+life = 1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 agent = os.getppid()  # torchrun, which is the same process in both lives
 checkpoint = Path(tempfile.gettempdir(), f"toy-{agent}.pt")
+stop_signals, adds, sums, weights = [], [], [], []
 
-state = {"step": 0, "weight": torch.zeros(1), "momentum": torch.zeros(1)}
+signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
+state = {"step": 0, "weight": torch.tensor(0.0), "momentum": torch.tensor(0.0)}
 if checkpoint.exists():
     state = torch.load(checkpoint)
-print(f"life {life} begins after step {state['step']}", flush=True)
+first = state["step"] + 1
 
-for step in range(state["step"] + 1, 9):
-    target = (4.0, 2.0)[step % 2]  # the step alone decides what it trains on
-    error = state["weight"] - target
-    state["momentum"] = 0.9 * state["momentum"] + 2 * error
-    state["weight"] = state["weight"] - 0.1 * state["momentum"]
+for step in range(first, 7):
+    adds.append(len(stop_signals))
+    count = torch.tensor(len(stop_signals))
+    dist.all_reduce(count)
+    sums.append(count.item())
+    if (life, rank, step) == (1, 0, 2):
+        os.kill(os.getpid(), signal.SIGTERM)  # to itself, and after its contribution
+
+    targets = torch.tensor([2.0, 6.0])[rank::world_size]  # a share of the global batch
+    gradient = (state["weight"] - targets).sum() / 2
+    dist.all_reduce(gradient)
+    state["momentum"] = state["momentum"] / 2 + gradient
+    state["weight"] = state["weight"] - state["momentum"] / 2
     state["step"] = step
-    print(f"life {life}, step {step}: loss {error.item() ** 2:.4f}", flush=True)
-    if step % 3 == 0:
-        torch.save(state, checkpoint.with_suffix(".tmp"))
-        checkpoint.with_suffix(".tmp").replace(checkpoint)  # all of the new file, or the old one
-    if life == 1 and step == 5:
-        os.kill(os.getpid(), signal.SIGKILL)
-checkpoint.unlink()
+    weights.append(state["weight"].item())
+
+    if count > 0:
+        if rank == 0:
+            torch.save(state, checkpoint.with_suffix(".tmp"))
+            checkpoint.with_suffix(".tmp").rename(checkpoint)
+        break
+
+steps = f"steps {first} to {step}"
+print(f"life {life}, rank {rank}, {steps}: adds {adds}, sums {sums}, weights {weights}", flush=True)
+
+dist.barrier()
+time.sleep(0.2)  # so that threads of Gloo end before the process does
+dist.destroy_process_group()
+if count > 0:
+    sys.exit(1)  # torchrun starts both again
+checkpoint.unlink(missing_ok=True)

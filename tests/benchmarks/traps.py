@@ -1,6 +1,7 @@
 """Traps into which guides to training language models fall, each shown by a measurement.
 
     python tests/benchmarks/traps.py NAME...    writes outputs/measured/trap-NAME.md
+    python tests/benchmarks/traps.py lines-02   prints the rows of `lines` for a stage
     python tests/benchmarks/traps.py all        all of them but `join`
 
 `join` takes two minutes, `lines` three, and each other one some seconds.
@@ -42,7 +43,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import DataLoader, DistributedSampler
-from trap_lines import lines
+from trap_lines import LINES, lines
 
 CPU = torch.device("cpu")
 # What a checkpoint holds besides tensors, where nothing depends on it.
@@ -950,7 +951,8 @@ TRAPS = {
 
 
 def main(names):
-    if unknown := set(names) - {*TRAPS, "all"}:
+    of_stages = {f"lines-{stage[:2]}" for stage, *_ in LINES}
+    if unknown := set(names) - {*TRAPS, *of_stages, "all"}:
         sys.exit(f"traps.py: error: no trap is called {', '.join(sorted(unknown))}")
     if not names:
         for name, trap in TRAPS.items():
@@ -961,8 +963,11 @@ def main(names):
     MEASURED.mkdir(exist_ok=True)
     for name in names:
         with contextlib.redirect_stdout(sys.stderr):  # what the stages say
-            text = table(*TRAPS[name]())
+            is_part = name in of_stages
+            text = table(*(lines(name[-2:]) if is_part else TRAPS[name]()))
         print(text, flush=True)
+        if is_part:
+            continue
         command = f"`python tests/benchmarks/traps.py {name}`"
         (MEASURED / f"trap-{name}.md").write_text(f"{command}\n\n{text}")
 

@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 import zlib
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -226,8 +227,10 @@ def main(args):
     # gradients are averaged in fp32. The loss is computed in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
-    # Experts are gathered in their shard group. They are in the blocks, so they come first.
-    experts = split_experts(model, expert_mesh, mp_policy=mixed_precision, offload_policy=offload)
+    # Experts are gathered in their shard group. They are in the blocks, so they come first. FSDP
+    # must not cast their inputs: the weights of the router are fp32 in stage 03, too.
+    policy = replace(mixed_precision, cast_forward_inputs=False)
+    experts = split_experts(model, expert_mesh, mp_policy=policy, offload_policy=offload)
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=mixed_precision, offload_policy=offload)
     if args.no_reshard_after_forward:
@@ -448,9 +451,11 @@ def compute_in_group(experts, forward, group, hidden_states, top_k_index, top_k_
     num_choices = top_k_index.shape[1]
 
     # One row for each pair of a token and an expert. They are sorted by expert, and so by rank.
-    order = top_k_index.flatten().argsort(stable=True)
+    choices = top_k_index.flatten()
+    order = choices.argsort(stable=True)
     rows = hidden_states[order // num_choices]
-    counts = F.one_hot(top_k_index, group_size * num_own).sum(dim=(0, 1))  # of each expert
+    counts = choices.new_zeros(group_size * num_own)  # of each expert
+    counts.scatter_add_(0, choices, torch.ones_like(choices))
     if torch.is_grad_enabled():
         experts.load += counts
 

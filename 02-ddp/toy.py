@@ -17,7 +17,7 @@ print(f"rank {rank} has the sums {numbers.tolist()}")
 x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])[rank::world_size]  # this rank's samples
 y = torch.tensor([[0.0], [1.0], [1.0], [1.0]])[rank::world_size]
 model = torch.nn.Linear(1, 1, bias=False)
-torch.nn.init.constant_(model.weight, 1 + rank)  # each rank has another weight ...
+torch.nn.init.constant_(model.weight, 1 + rank)  # each rank has a different weight ...
 model = DistributedDataParallel(model)  # ... and now all have that of rank 0
 loss = ((model(x) - y) ** 2).sum()
 (loss * world_size / 4).backward()  # 4 samples on all ranks together

@@ -15,7 +15,7 @@ rank, world_size = dist.get_rank(), dist.get_world_size()
 life = 1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 agent = os.getppid()  # torchrun, which is the same process in both lives
 checkpoint = Path(tempfile.gettempdir(), f"toy-{agent}.pt")
-stop_signals, adds, sums, weights = [], [], [], []
+stop_signals, own_signals, all_signals, weights = [], [], [], []
 
 signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
 state = {"step": 0, "weight": torch.tensor(0.0), "momentum": torch.tensor(0.0)}
@@ -24,10 +24,10 @@ if checkpoint.exists():
 first = state["step"] + 1
 
 for step in range(first, 7):
-    adds.append(len(stop_signals))
+    own_signals.append(len(stop_signals))
     count = torch.tensor(len(stop_signals))
     dist.all_reduce(count)
-    sums.append(count.item())
+    all_signals.append(count.item())
     if (life, rank, step) == (1, 0, 2):
         os.kill(os.getpid(), signal.SIGTERM)  # to itself, and after its contribution
 
@@ -45,8 +45,9 @@ for step in range(first, 7):
             checkpoint.with_suffix(".tmp").rename(checkpoint)
         break
 
-steps = f"steps {first} to {step}"
-print(f"life {life}, rank {rank}, {steps}: adds {adds}, sums {sums}, weights {weights}", flush=True)
+steps = f"life {life}, rank {rank}, steps {first} to {step}"
+signals = f"own signals {own_signals}, all signals {all_signals}"
+print(f"{steps}: {signals}, weights {weights}", flush=True)
 
 dist.barrier()
 time.sleep(0.2)  # so that threads of Gloo end before the process does

@@ -350,6 +350,7 @@ def unknown_flags(name, text):
 def unknown_measurements(name, text):
     """Names behind tests/benchmarks/benchmark.py and traps.py that are none of their commands."""
     problems, known = [], {"benchmark": set(benchmark.COMMANDS), "traps": {*traps.TRAPS, "all"}}
+    known["traps"] |= {f"lines-{stage[:2]}" for stage in STAGES}
     named = re.findall(r"tests/benchmarks/(benchmark|traps)\.py ([a-z][\w-]*)", text)
     for module, command in named:
         if command not in known[module]:

@@ -1,4 +1,4 @@
-"""Stage 10: ranks that share out the experts of a mixture compute what one process does."""
+"""Stage 10: ranks that divide the experts of a mixture compute what one process does."""
 
 import json
 from types import SimpleNamespace

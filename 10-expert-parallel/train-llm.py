@@ -129,10 +129,10 @@ def main(args):
     data_group = dist.group.WORLD
     num_shares = dist.get_world_size(data_group)
 
-    # For experts the ranks form a mesh of two dimensions. An expert group shares out the experts of
-    # each block, and its ranks send tokens to each other. They have consecutive numbers, and so are
-    # on one machine if expert_size divides its number of processes. Ranks at the same place of all
-    # groups have the same experts, sharded as in stage 03: they are a shard group.
+    # For experts the ranks form a mesh of two dimensions. The ranks of an expert group divide the
+    # experts of each block among them, and send each other tokens. They have consecutive numbers,
+    # and so are on one machine if expert_size divides its number of processes. The ranks at the
+    # same place in all groups have the same experts, sharded as in stage 03: a shard group.
     expert_size = args.expert_size
     if num_shares % expert_size > 0:
         fail(f"--expert-size {expert_size}: does not divide {num_shares} processes")
@@ -995,7 +995,7 @@ def parse_args():
     add("--max-grad-norm", type=positive_float, default=1.0, help="clip gradients to this norm")
 
     add = parser.add_argument_group("expert parallelism").add_argument
-    expert_help = "processes that share out the experts of a block"
+    expert_help = "processes that divide the experts of a block among them"
     add("--expert-size", type=positive, default=2, help=expert_help)
     return parser.parse_args()
 

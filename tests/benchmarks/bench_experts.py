@@ -7,13 +7,14 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import scale
 import torch
 import torch.distributed as dist
-from bench_common import STAGE_03, STAGE_10, report
+from bench_common import STAGE_01, STAGE_03, STAGE_10, report
 from bench_context import on_a_group
 from conftest import data_args, load, metrics, mutant, run
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,9 +54,10 @@ def shard(stage_name, config, expert_size, dtype="fp32", checkpointing=False, **
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
     options = {"mp_policy": policy, "offload_policy": OffloadPolicy()}
     if stage_name == STAGE_10:
+        own = options | {"mp_policy": replace(policy, cast_forward_inputs=False)}
         shape, names = (ranks // expert_size, expert_size), ("shard", "expert")
         table = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        experts = stage.split_experts(model, table, **options)
+        experts = stage.split_experts(model, table, **own)
     for module in [*blocks, model]:
         fully_shard(module, mesh=mesh, **options)
     stage.send_weights(model, weights, CPU, cpu_offload=False)
@@ -463,6 +465,29 @@ def balance():
         head = ["", "loss, `-b 4`", "largest difference with `-b 2` and `-b 1`"]
         head += ["auxiliary loss, `-b 4`", "difference", "gradient norm, `-b 4`", "difference"]
         report("experts-splits", head, rows_of_splits)
+
+
+# One curve, until a route flips
+
+
+def curve():
+    """Losses of stage 10 and of stage 01, which trains the same model with several batch sizes."""
+    rows, steps = [], (1, 20, 30, 40, 60)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("COURSE_HF_HOME", folder)
+        tiny().save_pretrained(Path(folder, "mixture"))
+        model = ("-m", Path(folder, "mixture"), "--from-scratch")
+        cases = [(STAGE_10, 2, 4), (STAGE_01, 1, 4), (STAGE_01, 1, 8), (STAGE_01, 1, 2)]
+        for stage, processes, size in cases:
+            place = Path(folder, str(len(rows)))
+            flags = ("--max-steps", 60, "-b", size, "-e", "a", "--save-dir", place)
+            run(stage, processes, *model, *flags, cwd=folder)
+            found = metrics(place / "a")
+            row = [f"stage {stage[:2]}", processes, size]
+            rows.append(row + [f"{found[step]['train/loss']:.4f}" for step in steps])
+            rows[-1].append(f"{found[60]['eval/loss']:.4f}")
+    head = ["", "processes", "`-b`", *(f"loss, step {step}" for step in steps), "eval/loss"]
+    report("experts-curve", head, rows)
 
 
 # torch.compile

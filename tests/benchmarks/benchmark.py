@@ -22,6 +22,7 @@ on one machine, contenders in turn.
     experts-state  parameters, gradients and moments of each rank in stages 03 and 10
     experts-bytes  what a rank sends for the experts of a block, stage 10 against 03
     experts-load   time of a block by load of the busiest rank, and that load in the default run
+    experts-curve  losses of stages 10 and 01 for one mixture, until a route flips
     experts-balance  loads of experts and losses after 300 steps, with auxiliary losses
     experts-models which mixtures of experts stage 10 takes
     experts-compile  what of a block is compiled in stage 10, and what that gains on CPUs
@@ -103,6 +104,7 @@ COMMANDS = {
     "experts-state": bench_experts.state,
     "experts-bytes": bench_experts.sent,
     "experts-load": bench_experts.load_of_ranks,
+    "experts-curve": bench_experts.curve,
     "experts-balance": bench_experts.balance,
     "experts-models": expert_models.table,
     "experts-compile": bench_experts.compiled,

@@ -77,8 +77,8 @@ def main(args):
     # torchrun starts this script several times, usually once for each GPU, and every process runs
     # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
     # world_size - 1. They communicate through collectives: operations that every rank must call,
-    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. NCCL, a library
-    # of NVIDIA's, carries them out for tensors on GPUs, and Gloo for tensors on the CPU.
+    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. On GPUs they
+    # are implemented by NCCL, NVIDIA's library, and on the CPU by Gloo, which comes with PyTorch.
     if device.type == "cuda":
         # The local rank is the number of a process on its machine. Each takes a GPU of its own.
         device = torch.device("cuda", LOCAL_RANK)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 GRADIENTS = [[1.27, 0.40, -0.254, 0.10], [0.635, -0.20, 0.508, 0.10]]  # of rank 0, of rank 1
-# Two values have two waves. This is the slow one, (0.707, 0.707).
+# Two values have two frequencies. This is the cosine of the lower one, (0.707, 0.707).
 BASIS = torch.tensor([[0.5, 0.5]]).sqrt()
 
 

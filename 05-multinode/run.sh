@@ -2,7 +2,7 @@
 # Starts this stage with torchrun, on one machine or on each of several. Flags go to train-llm.py.
 #
 #   bash run.sh -e notes -d notes.txt                                   # one machine, all its GPUs
-#   NNODES=1:4 MASTER_ADDR=10.0.0.1 bash run.sh -e notes -d notes.txt   # on each machine, any time
+#   NNODES=1:4 MASTER_ADDR=10.0.0.1 bash run.sh -e notes -d notes.txt   # on 10.0.0.1, then on others
 #
 # On each node (machine) torchrun becomes the agent. It starts the workers, the processes that
 # train, and starts them again when one fails, or when nodes leave or join. The agents agree on who

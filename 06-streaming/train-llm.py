@@ -107,8 +107,8 @@ def main(args):
     # torchrun starts this script several times, usually once for each GPU, and every process runs
     # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
     # world_size - 1. They communicate through collectives: operations that every rank must call,
-    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. NCCL, a library
-    # of NVIDIA's, carries them out for tensors on GPUs, and Gloo for tensors on the CPU.
+    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. On GPUs they
+    # are implemented by NCCL, NVIDIA's library, and on the CPU by Gloo, which comes with PyTorch.
     # A rank that waits in a collective for longer than the timeout ends with an error. Then
     # torchrun starts the processes again, on all nodes (machines) that are left.
     timeout = timedelta(seconds=args.timeout)
@@ -250,8 +250,8 @@ def main(args):
     # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
     #
-    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
-    # gradients are averaged in fp32. The loss is computed in fp32, as before.
+    # Mixed precision: parameters are gathered in `dtype`, so the model computes in it, except where
+    # it casts to fp32 itself. Gradients are averaged and the loss is computed in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
     for module in [*blocks, model]:
@@ -305,6 +305,7 @@ def main(args):
         scaler.load_state_dict(resumed["scaler"])
     positions = resumed.get("streams")
     train_data = Streams(documents, tokenizer, args, config.vocab_size, positions)
+    dist.barrier(loading_group)  # reading up to the positions may take longer than a step may
 
     # How far did the run come before this start?
     previous = newest_metrics(run_dir) if run_dir else {}
@@ -322,7 +323,7 @@ def main(args):
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     stopping = False
     saving = None  # the checkpoint that is being saved
-    # All checkpoints are copied to the same memory: to get new memory takes longer than to copy.
+    # All checkpoints are copied to the same memory: allocating it takes longer than copying.
     options = dcp.staging.StagingOptions(False, False, False, False)  # no threads, nothing pinned
     stager = dcp.staging.DefaultStager(options)
 
@@ -346,10 +347,11 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # By default each backward pass averages gradients, so a rank keeps those of its shards.
-            # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP.
             # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == len(micro_batches) - 1
+            # Until then a rank would keep whole gradients, and not just those of its shards. So all
+            # backward passes average, except with --no-reshard-after-forward, which needs the
+            # memory of DDP anyway.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -453,7 +455,7 @@ def main(args):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the last checkpoint is saved
 
     # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
-    # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
+    # Each token gathers all parameters again, so the sample is shorter than in stages 01 and 02.
     results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
     prompt, text = sample(model, eval_data[0], 64, tokenizer, device)
     log.step(log.last_step, results)
@@ -496,6 +498,9 @@ class Streams:
         own = range(self.count)[dist.get_rank() :: dist.get_world_size()]
         self.positions = {s: positions[s] if positions else [0, None, 0] for s in own}
         self.sequences = {s: self.cut(s) for s in own}
+        # A stream reads up to its position here: in a step that could exceed --timeout.
+        first = {s: next(self.sequences[s]) for s in own}
+        self.sequences = {s: itertools.chain([first[s]], self.sequences[s]) for s in own}
 
     def next_batch(self):
         """Goes on to the next global batch. Returns the indices of its sequences."""
@@ -544,12 +549,14 @@ class Streams:
         seq_length = self.args.seq_length
         tokens = []  # those that do not fill a sequence yet
         while True:
+            num_tokens = 0  # in all documents of the stream
             documents = self.documents_of(stream)
             if state:
                 documents.load_state_dict(state)
             for document in documents:
                 # A text of spaces has no tokens, for some tokenizers.
                 new_tokens = next(tokenize([document[self.args.text_column]], self.tokenizer), [])
+                num_tokens += len(new_tokens)
                 tokens += new_tokens[used:]
                 used = 0
                 for end in range(seq_length, len(tokens) + 1, seq_length):
@@ -559,7 +566,7 @@ class Streams:
                 tokens = tokens[len(tokens) // seq_length * seq_length :]
                 state = documents.state_dict()
 
-            if state is None:
+            if num_tokens == 0:
                 name = self.args.dataset_name
                 fail(f"{name}: {self.count} streams need more documents; {MORE_DOCUMENTS}")
             epoch, state = epoch + 1, None  # the stream begins again

@@ -85,8 +85,6 @@ def main(args):
     device = torch.device(args.device)
     args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
-    if args.dtype == "fp16":
-        fail("--dtype fp16: the pipeline stages would need one gradient scale, use bf16 or fp32")
     if args.cpu_offload and device.type == "cpu":
         fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
@@ -96,8 +94,8 @@ def main(args):
     # torchrun starts this script several times, usually once for each GPU, and every process runs
     # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
     # world_size - 1. They communicate through collectives: operations that every rank must call,
-    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. NCCL, a library
-    # of NVIDIA's, carries them out for tensors on GPUs, and Gloo for tensors on the CPU.
+    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. On GPUs they
+    # are implemented by NCCL, NVIDIA's library, and on the CPU by Gloo, which comes with PyTorch.
     if device.type == "cuda":
         # The local rank is the number of a process on its machine. Each takes a GPU of its own.
         device = torch.device("cuda", LOCAL_RANK)
@@ -240,8 +238,8 @@ def main(args):
     # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
     #
-    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
-    # gradients are averaged in fp32. The loss is computed in fp32, as before.
+    # Mixed precision: parameters are gathered in `dtype`, so the model computes in it, except where
+    # it casts to fp32 itself. Gradients are averaged and the loss is computed in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
     for module in [*blocks, model]:
@@ -279,11 +277,6 @@ def main(args):
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
 
-    # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
-    # the backward pass, and divides the gradients by it afterwards. It does nothing for bf16 and
-    # fp32.
-    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
     # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
     resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
@@ -291,8 +284,6 @@ def main(args):
     if steps_done >= total_steps and resumed["is_exported"]:
         say(f"{run_dir} is finished: to export the model again, remove final_model")
         return
-    if resumed.get("scaler"):
-        scaler.load_state_dict(resumed["scaler"])
     log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), vars(args), run_info)
 
     # How many rounds after its forward pass a micro-batch has its backward pass. With 1F1B: as many
@@ -332,10 +323,11 @@ def main(args):
         inputs = stage.exchange_with_previous(None, micro_batches[0][0])
         log.lap("exchange")
         for i in range(num_rounds):
-            # By default each backward pass averages gradients, so a rank keeps those of its shards.
-            # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP.
             # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == num_rounds - 1
+            # Until then a rank would keep whole gradients, and not just those of its shards. So all
+            # backward passes average, except with --no-reshard-after-forward, which needs the
+            # memory of DDP anyway.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -382,7 +374,6 @@ def main(args):
 
         # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
         # batch does not dominate the moments of AdamW for many steps.
-        scaler.unscale_(optimizer)
         # The norm is that of all gradients, and a pipeline stage has some of them. Its square is a
         # sum: over the shards, which `full_tensor` adds up for a DTensor, and over the pipeline.
         norm_of_stage = torch.nn.utils.get_total_norm([p.grad for p in counted]).full_tensor()
@@ -393,8 +384,7 @@ def main(args):
         lr = args.lr * lr_factor(step, args.lr_scheduler, args.warmup_steps, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        scaler.step(optimizer)
-        scaler.update()
+        optimizer.step()
         log.lap("update")
 
         # Log. Reading a value (.item(), .tolist()) waits until the GPU has computed it, so this is
@@ -414,7 +404,7 @@ def main(args):
                 **log.pop_times(),
                 **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
             }
-            check_finite(step, metrics, scaler)
+            check_finite(step, metrics)
         log.step(step, metrics)
         optimizer.zero_grad()  # otherwise the next step would add to these gradients
         log.lap("log")  # counted in the next line: the times of this line are read already
@@ -425,7 +415,6 @@ def main(args):
                 "experiment": experiment,
                 "flags": vars(args),
                 "comet_key": log.comet_key,
-                "scaler": scaler.state_dict(),
             }
             save_checkpoint(run_dir, step, model, optimizer, values, args.keep_checkpoints)
 
@@ -438,7 +427,7 @@ def main(args):
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
     # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
-    # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
+    # Each token gathers all parameters again, so the sample is shorter than in stages 01 and 02.
     results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group, stage)
     prompt, text = sample(model, eval_data[0], 64, tokenizer, device, stage)
     log.step(log.last_step, results)
@@ -640,12 +629,10 @@ def lr_factor(step, schedule, warmup_steps, total_steps):
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def check_finite(step, metrics, scaler):
+def check_finite(step, metrics):
     """Ends the run if loss or gradient is not finite: its checkpoints would replace good ones."""
     loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
-    # In fp16 the scaler finds such gradients, and skips the update.
-    norm_is_fine = math.isfinite(grad_norm) or scaler.is_enabled()
-    if not (math.isfinite(loss) and norm_is_fine):
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         fail(f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a lower --lr")
 
 
@@ -701,10 +688,10 @@ def sample(model, row, num_tokens, tokenizer, device, stage):
 
 
 def default_dtype(device):
-    """bf16 on a GPU, but fp16 on those that do not compute in bf16, such as V100 and T4."""
+    """bf16 on a GPU, but fp32 on those that do not compute in bf16, such as V100 and T4."""
     if device.type == "cpu":
         return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 def load_config(name, from_scratch):
@@ -1008,7 +995,7 @@ def parse_args():
     add("--save-dir", default=outputs, help="folder for all runs")
     add("--seed", type=int, default=0, help="of the order of the data and of random weights")
     add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
-    add("--dtype", choices=tuple(DTYPES), help="None: bf16 or fp16 on a GPU, fp32 on a CPU")
+    add("--dtype", choices=("bf16", "fp32"), help="None: bf16 on a GPU that has it, else fp32")
     export_help = "of the final model, None: fp32, or bf16 for bf16 weights that train in bf16"
     add("--export-dtype", choices=tuple(DTYPES), help=export_help)
     add("--log-freq", type=positive, default=10, help="steps between log lines")

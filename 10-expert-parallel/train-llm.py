@@ -90,8 +90,8 @@ def main(args):
     # torchrun starts this script several times, usually once for each GPU, and every process runs
     # all of it. The processes form a process group, in which each has a number, its rank, from 0 to
     # world_size - 1. They communicate through collectives: operations that every rank must call,
-    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. NCCL, a library
-    # of NVIDIA's, carries them out for tensors on GPUs, and Gloo for tensors on the CPU.
+    # such as all_reduce, which gives every rank the sum of a tensor over all ranks. On GPUs they
+    # are implemented by NCCL, NVIDIA's library, and on the CPU by Gloo, which comes with PyTorch.
     if device.type == "cuda":
         # The local rank is the number of a process on its machine. Each takes a GPU of its own.
         device = torch.device("cuda", LOCAL_RANK)
@@ -223,8 +223,8 @@ def main(args):
     # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
     #
-    # Mixed precision: parameters are gathered in `dtype`, so the whole forward pass runs in it, and
-    # gradients are averaged in fp32. The loss is computed in fp32, as before.
+    # Mixed precision: parameters are gathered in `dtype`, so the model computes in it, except where
+    # it casts to fp32 itself. Gradients are averaged and the loss is computed in fp32, as before.
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
     # Experts are gathered in their shard group. They are in the blocks, so they come first. FSDP
@@ -297,10 +297,11 @@ def main(args):
         # Forward and backward. The gradients of all micro-batches add up.
         step_loss = torch.zeros((), device=device)
         for i, (input_ids, targets) in enumerate(micro_batches):
-            # By default each backward pass averages gradients, so a rank keeps those of its shards.
-            # With --no-reshard-after-forward it keeps all gradients and parameters, as with DDP.
             # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == len(micro_batches) - 1
+            # Until then a rank would keep whole gradients, and not just those of its shards. So all
+            # backward passes average, except with --no-reshard-after-forward, which needs the
+            # memory of DDP anyway.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -389,7 +390,7 @@ def main(args):
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
     # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
-    # Sampling a token gathers the whole model, so the sample is shorter than in earlier stages.
+    # Each token gathers all parameters again, so the sample is shorter than in stages 01 and 02.
     results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
     prompt, text = sample(model, eval_data[0], 64, tokenizer, device)
     log.step(log.last_step, results)

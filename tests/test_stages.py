@@ -43,7 +43,15 @@ CHANGED = {
     "05-multinode": ["main", "parse_args"],
     "06-streaming": ["main", "load_data", "check_data", "parse_args"],
     "07-tensor-parallel": ["main", "loss_sum", "sample", "parse_args"],
-    "08-pipeline-parallel": ["main", "send_weights", "evaluate", "sample", "parse_args"],
+    "08-pipeline-parallel": [
+        "main",
+        "send_weights",
+        "check_finite",
+        "evaluate",
+        "sample",
+        "default_dtype",
+        "parse_args",
+    ],
     "09-context-parallel": ["main", "loss_sum", "evaluate", "sample", "parse_args"],
     "10-expert-parallel": ["main", "load_config", "parse_args"],
 }

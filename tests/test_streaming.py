@@ -10,8 +10,10 @@ import sys
 import zlib
 from pathlib import Path
 
+import datasets
 import pandas
 import pytest
+import transformers
 from conftest import (
     SMALL,
     SUPPORT,
@@ -28,6 +30,7 @@ from conftest import (
     packed,
     run,
 )
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 STAGE = "06-streaming"
 # A schedule that does not depend on the total, so that --max-steps says where a run stops.
@@ -267,6 +270,25 @@ def test_a_token_that_the_model_lacks_is_shown_in_its_text():
         stop.value.code
     )
     assert "'one <image> of them'" in str(stop.value.code)
+
+
+@pytest.mark.law5
+def test_a_stream_whose_texts_have_no_tokens_ends_the_run(tmp_path):
+    """Spaces, for a tokenizer of words: the stream would begin again forever."""
+    stage = load(STAGE)
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    streams = stage.Streams.__new__(stage.Streams)
+    streams.tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    streams.args = data_args(tmp_path / "spaces.txt", 4, "text")
+    streams.documents, streams.count, streams.positions = None, 2, {0: [0, None, 0]}
+    texts = datasets.Dataset.from_dict({"text": ["a a a", " ", "  "]}).to_iterable_dataset()
+    streams.documents_of = lambda stream: texts
+    assert next(streams.cut(0)) == ([1, 1, 1, 1], [1, None, 1])
+    texts = texts.skip(1)
+    with pytest.raises(SystemExit) as stop:
+        next(streams.cut(0))
+    assert "spaces.txt: 2 streams need more documents; cut" in str(stop.value.code)
 
 
 def python(code):

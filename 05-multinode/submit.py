@@ -31,7 +31,10 @@ class Training:
 
     def __call__(self):
         # RANK, WORLD_SIZE, MASTER_ADDR and so on, as torchrun sets them.
-        submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+        variables = submitit.helpers.TorchDistributedEnvironment()
+        # Below 32768: Linux gives higher ports to connections, so that one may be in use.
+        variables.master_port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
+        variables.export(set_cuda_visible_devices=False)
         set_interface(submitit.JobEnvironment())
         # Slurm sends its signal to all processes of a job. It is submitit that handles it.
         self.process = subprocess.Popen(self.command, preexec_fn=ignore_usr2)

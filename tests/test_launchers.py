@@ -286,7 +286,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
     pytest.importorskip("submitit", reason="needs submitit: pip install -e '.[slurm]'")
     with names_of_nodes(), ExitStack() as stack:
         try:
-            variables = stack.enter_context(cluster())
+            variables = stack.enter_context(cluster(FirstJobId=1 + os.getpid() % 9000))
         except SlurmMissing as missing:
             pytest.skip(str(missing))
         names = [name for name in variables if name.startswith(("COMET", "MASTER_", "TORCHEL"))]
@@ -308,6 +308,10 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
 
         def logs():
             return "".join(path.read_text() for path in (tmp_path / "logs").glob("*_log.*"))
+
+        @stack.callback
+        def print_state():  # shown by pytest if the test fails
+            print(logs(), *(slurm("scontrol", "show", "job", job) for job, _ in jobs))
 
         wait_until(lambda: last_step(tmp_path / "a-1e-3") >= 10, "10 steps")
         seen = set()

@@ -66,8 +66,10 @@ def write_configuration(folder, environment, settings):
         "SlurmctldPort": controller_port,
         "SlurmUser": user,
         "SlurmdUser": user,
-        # Seconds for which a requeued job is held back (120). Less than 5 acts as 120.
-        "AuthInfo": f"socket={folder}/munge.socket,cred_expire=5",
+        # Seconds for which a requeued job is held back (120). A job fails if this machine takes
+        # longer to start its processes, or longer than the timeout of a message (10).
+        "AuthInfo": f"socket={folder}/munge.socket,cred_expire=60",
+        "MessageTimeout": 60,
         "StateSaveLocation": f"{folder}/state",
         "SlurmdSpoolDir": f"{folder}/spool.%n",
         "SlurmctldPidFile": f"{folder}/slurmctld.pid",

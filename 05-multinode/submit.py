@@ -31,11 +31,12 @@ class Training:
 
     def __call__(self):
         # RANK, WORLD_SIZE, MASTER_ADDR and so on, as torchrun sets them.
+        job = submitit.JobEnvironment()
         variables = submitit.helpers.TorchDistributedEnvironment()
-        # Below 32768: Linux gives higher ports to connections, so that one may be in use.
-        variables.master_port = 20000 + int(os.environ["SLURM_JOB_ID"]) % 10000
+        # Below 32768: Linux gives higher ports to connections, so one of those may be in use.
+        variables.master_port = 20000 + int(job.job_id) % 10000
         variables.export(set_cuda_visible_devices=False)
-        set_interface(submitit.JobEnvironment())
+        set_interface(job)
         # Slurm sends its signal to all processes of a job. It is submitit that handles it.
         self.process = subprocess.Popen(self.command, preexec_fn=ignore_usr2)
         if self.process.wait() != 0:

@@ -173,7 +173,8 @@ def wrong_quotes(name, text):
 def unexplained_hunks(name, text):
     """Hunks of a stage's diff without a new comment or docstring and without a note in `text`.
 
-    Lines of imports, docstrings, flags and signatures need none."""
+    Lines of imports, docstrings, flags and signatures need none. A note that asks why something
+    is gone explains all removed lines that name it."""
     stage = stage_of(name)
     if name not in NOTES or stage not in BELOW:
         return []
@@ -181,6 +182,8 @@ def unexplained_hunks(name, text):
     headings = [heading.strip("`") for heading in re.findall("^## (.*)", text, re.MULTILINE)]
     lines = [line.strip() for line in new.read_text().splitlines()]
     noted = {line for line in lines if any(heading in line for heading in headings)}
+    questions = re.findall("^Why .* gone\\?$", text, re.MULTILINE)
+    gone = {name for question in questions for name in re.findall("`(.*?)`", question)}
     plain, docstrings = zip(plain_lines(old), plain_lines(new), strict=True)
     problems = []
     for hunk in re.split("^@@ -", git_diff(BELOW[stage], stage, "-U1"), flags=re.MULTILINE)[1:]:
@@ -194,7 +197,9 @@ def unexplained_hunks(name, text):
             if mark == "+":
                 is_explained |= re.search("(^|  )# ", code) is not None
                 is_explained |= numbers[1] in docstrings[1]
-            if mark != "-":
+            if mark == "-":
+                is_explained |= any(name in code for name in gone)
+            else:
                 is_explained |= code in noted
             if mark != " " and code and numbers[side] not in plain[side] | docstrings[side]:
                 changed.append(line)

@@ -64,7 +64,7 @@ def test_a_gpu_gives_the_curve_of_a_cpu(curve):
 @pytest.mark.parametrize(("stage", "processes"), STAGES)
 def test_mixed_precision(stage, processes, dtype, curve):
     if (stage, dtype) == ("08-pipeline-parallel", "fp16"):
-        pytest.skip("stage 08 refuses fp16")
+        pytest.skip("stage 08 has no fp16")
     fp32 = curve(stage, processes, *FEW, "--dtype", "fp32")
     mixed = curve(stage, processes, *FEW, "--dtype", dtype)
     assert mixed[20]["train/loss"] < mixed[1]["train/loss"]

@@ -432,7 +432,7 @@ REFUSED = [
     ("gpt2", {}, TWO, "--model-name: use 03-fsdp, gpt2 is none of llama, mistral,"),
     ("llama", {"num_hidden_layers": 1}, TWO, "--stages 2: the model has only 1 blocks"),
     ("llama", {}, ("--stages", 3), "--stages 3: does not divide 2 processes"),
-    ("llama", {}, ("--dtype", "fp16"), "--dtype fp16: the pipeline stages would need one gradient"),
+    ("llama", {}, ("--dtype", "fp16"), "argument --dtype: invalid choice: 'fp16'"),
 ]
 
 

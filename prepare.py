@@ -177,7 +177,7 @@ def default_length(row, columns, tokenizer):
     return min(1024, tokenizer.model_max_length)
 
 
-# Reading. A source is a file, or a data set whose items are dicts.
+# Reading. A source is a file, or a dataset whose items are dicts.
 
 
 def load_splits(name, subset):
@@ -185,7 +185,7 @@ def load_splits(name, subset):
     path = Path(name)
     if subset and path.exists():
         advice = f"{name} is not one: leave the flag out, or give the files of one"
-        fail(f"--dataset-subset {subset}: is for a data set on the hub, {advice}")
+        fail(f"--dataset-subset {subset}: is for a dataset on the hub, {advice}")
     # An MDS folder, or folders of MDS, which are splits.
     folders = [path] if (path / "index.json").exists() else []
     folders = folders or sorted({file.parent for file in path.glob("*/*.mds*")})
@@ -820,7 +820,7 @@ def parse_args():
     add("-o", "--out", required=True, help="folder for the rows, a new one")
     length_help = "tokens of a row, default: 1024, or the model's limit"
     add("-s", "--seq-length", type=int, help=length_help)
-    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--dataset-subset", help="the configuration of a dataset on the hub")
     add("--text-column", help="train on this column, default: found by the names of the columns")
     strategy_help = "join documents, give long ones several rows, or cut them; default: pack"
     strategies = ("pack", "overflow", "truncate")

@@ -159,8 +159,8 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
 
-    # The learning rate rises in the warm-up: the first gradients of random weights are large, and
-    # AdamW's moments are still means of only a few of them.
+    # The learning rate rises in the warm-up. AdamW's first updates are as large as later ones, but
+    # their direction is uncertain: its moments are still means of only a few gradients.
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
 
@@ -546,7 +546,7 @@ def how_to_prepare(args, seq_length):
 def pack(documents, column, tokenizer, seq_length):
     """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    Returns a data set with `input_ids`. A token attends to all before it in its sequence, also of
+    Returns a dataset with `input_ids`. A token attends to all before it in its sequence, also of
     other texts. The last tokens, fewer than a sequence, are left out.
     Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
     if "input_ids" in documents.column_names:
@@ -694,7 +694,7 @@ def parse_args():
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
-    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--dataset-subset", help="the configuration of a dataset on the hub")
     add("--text-column", default="text", help="train on this column of texts")
     length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
     add("-s", "--seq-length", type=positive, help=length_help)

@@ -4,7 +4,7 @@ Try it; train on a text of your own; train a pretrained model further. Without -
 
     torchrun --standalone --nproc-per-node 2 train-llm.py
     torchrun --standalone --nproc-per-node 2 train-llm.py -e notes -d notes.txt --max-steps 200
-    torchrun --standalone --nproc-per-node 8 train-llm.py -e gpt2 -d notes.txt -m gpt2
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e qwen3 -d notes.txt -m Qwen/Qwen3-8B
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main(args):
     if args.cpu_offload and args.dtype == "fp16":
         fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
     if args.cpu_offload and device.type == "cpu":
-        fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
+        fail("--cpu-offload: needs a GPU, without one everything is in CPU memory already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         open_run_dir(run_dir)
@@ -207,7 +207,7 @@ def main(args):
     # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
     # them again for its backward pass. Then it averages the gradients of the block over the ranks,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
-    # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
+    # gradients of a few blocks at a time, and those outside the blocks, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
     #
     # Mixed precision: parameters are gathered in `dtype`, so the model computes in it, except where
@@ -236,8 +236,8 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
 
-    # The learning rate rises in the warm-up: the first gradients of random weights are large, and
-    # AdamW's moments are still means of only a few of them.
+    # The learning rate rises in the warm-up. AdamW's first updates are as large as later ones, but
+    # their direction is uncertain: its moments are still means of only a few gradients.
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
 
@@ -279,9 +279,9 @@ def main(args):
         for i, (input_ids, targets) in enumerate(micro_batches):
             # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == len(micro_batches) - 1
-            # Until then a rank would keep whole gradients, and not just those of its shards. So all
-            # backward passes average, except with --no-reshard-after-forward, which needs the
-            # memory of DDP anyway.
+            # But until then a rank would keep whole gradients, not just those of its shards. So all
+            # backward passes average, except with --no-reshard-after-forward, which uses memory to
+            # communicate less.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -465,7 +465,7 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
         [(input_ids, targets)], count = make_micro_batches(data, batch, batch_size, device, group)
         total += loss_sum(model, input_ids, targets, loss_fn)
         num_targets += count
-    model.reshard()  # the root module stays gathered until a backward pass, and here is none
+    model.reshard()  # the root module stays gathered until a backward pass, and there is none here
     dist.all_reduce(total, group=group)
     dist.all_reduce(num_targets, group=group)
     loss = (total / num_targets).item()  # NaN if there is no target
@@ -658,7 +658,7 @@ def how_to_prepare(args, seq_length):
 def pack(documents, column, tokenizer, seq_length):
     """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    Returns a data set with `input_ids`. A token attends to all before it in its sequence, also of
+    Returns a dataset with `input_ids`. A token attends to all before it in its sequence, also of
     other texts. The last tokens, fewer than a sequence, are left out.
     Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
     if "input_ids" in documents.column_names:
@@ -825,7 +825,7 @@ def parse_args():
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
-    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--dataset-subset", help="the configuration of a dataset on the hub")
     add("--text-column", default="text", help="train on this column of texts")
     length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
     add("-s", "--seq-length", type=positive, help=length_help)

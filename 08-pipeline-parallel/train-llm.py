@@ -86,7 +86,7 @@ def main(args):
     args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
     if args.cpu_offload and device.type == "cpu":
-        fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
+        fail("--cpu-offload: needs a GPU, without one everything is in CPU memory already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         open_run_dir(run_dir)
@@ -235,7 +235,7 @@ def main(args):
     # parameters of a block from its row before its forward pass, frees them after it, and gathers
     # them again for its backward pass. Then it averages the gradients of the block over the row,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
-    # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
+    # gradients of a few blocks at a time, and those outside the blocks, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
     #
     # Mixed precision: parameters are gathered in `dtype`, so the model computes in it, except where
@@ -272,8 +272,8 @@ def main(args):
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
 
-    # The learning rate rises in the warm-up: the first gradients of random weights are large, and
-    # AdamW's moments are still means of only a few of them.
+    # The learning rate rises in the warm-up. AdamW's first updates are as large as later ones, but
+    # their direction is uncertain: its moments are still means of only a few gradients.
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
 
@@ -325,9 +325,9 @@ def main(args):
         for i in range(num_rounds):
             # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == num_rounds - 1
-            # Until then a rank would keep whole gradients, and not just those of its shards. So all
-            # backward passes average, except with --no-reshard-after-forward, which needs the
-            # memory of DDP anyway.
+            # But until then a rank would keep whole gradients, not just those of its shards. So all
+            # backward passes average, except with --no-reshard-after-forward, which uses memory to
+            # communicate less.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -378,7 +378,7 @@ def main(args):
         # sum: over the shards, which `full_tensor` adds up for a DTensor, and over the pipeline.
         norm_of_stage = torch.nn.utils.get_total_norm([p.grad for p in counted]).full_tensor()
         squared_norm = norm_of_stage**2
-        dist.all_reduce(squared_norm, group=stage.group)
+        dist.all_reduce(squared_norm, group=stage.pipeline)
         grad_norm = squared_norm.sqrt()
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
         lr = args.lr * lr_factor(step, args.lr_scheduler, args.warmup_steps, total_steps)
@@ -445,12 +445,14 @@ def main(args):
 
 
 class PipelineStage:
-    """The place of this rank in its pipeline, and what it exchanges with other pipeline stages."""
+    """The place of this rank in its pipeline, and what it exchanges with other pipeline stages.
 
-    def __init__(self, group, hidden_size, dtype, device):
-        self.group = group
-        self.index = dist.get_rank(group)
-        self.last = dist.get_world_size(group) - 1
+    `pipeline` is the process group of the ranks of a pipeline."""
+
+    def __init__(self, pipeline, hidden_size, dtype, device):
+        self.pipeline = pipeline
+        self.index = dist.get_rank(pipeline)
+        self.last = dist.get_world_size(pipeline) - 1
         self.is_first = self.index == 0
         self.is_last = self.index == self.last
         self.hidden_size = hidden_size
@@ -458,7 +460,7 @@ class PipelineStage:
         self.device = device
         # With NCCL all ranks of a group must take part in its first operation. In an exchange only
         # two of them do.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
 
     def exchange_with_previous(self, earlier_inputs, input_ids):
         """Sends the gradients of `earlier_inputs`, and receives the inputs for `input_ids`, (B, T).
@@ -494,13 +496,13 @@ class PipelineStage:
 
         Both at once: of two ranks that first send and then receive, each might wait until the other
         receives."""
-        operations = []
+        operations, group = [], self.pipeline
         if sent is not None:
             sent = sent.detach().contiguous()
-            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=other))
+            operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=other))
         if received is not None:
             received = received.detach()  # the same memory, without the history for gradients
-            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=other))
+            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=other))
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -652,7 +654,7 @@ def evaluate(model, data, batch_size, device, loss_fn, group, stage):
         if stage.is_last:
             total += loss_fn(outputs, targets)
         num_targets += count
-    model.reshard()  # the root module stays gathered until a backward pass, and here is none
+    model.reshard()  # the root module stays gathered until a backward pass, and there is none here
     dist.all_reduce(total)  # other pipeline stages than the last one have 0
     dist.all_reduce(num_targets, group=group)
     loss = (total / num_targets).item()  # NaN if there is no target
@@ -847,7 +849,7 @@ def how_to_prepare(args, seq_length):
 def pack(documents, column, tokenizer, seq_length):
     """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    Returns a data set with `input_ids`. A token attends to all before it in its sequence, also of
+    Returns a dataset with `input_ids`. A token attends to all before it in its sequence, also of
     other texts. The last tokens, fewer than a sequence, are left out.
     Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
     if "input_ids" in documents.column_names:
@@ -1016,7 +1018,7 @@ def parse_args():
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
-    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--dataset-subset", help="the configuration of a dataset on the hub")
     add("--text-column", default="text", help="train on this column of texts")
     length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
     add("-s", "--seq-length", type=positive, help=length_help)

@@ -39,6 +39,7 @@ chunks = torch.arange(8).chunk(4)
 own_chunks = chunks[rank], chunks[3 - rank]
 own = torch.cat(own_chunks)
 print(f"rank {rank}: tokens {own.tolist()}, which make {sum(own + 1)} pairs")
+# Only values have gradients here. Those of keys would be added up in the same way.
 keys, values = gather(key[own]), gather(value[own]).requires_grad_()
 outputs = []
 for chunk in own_chunks:

@@ -4,13 +4,14 @@ Try it; train on a text of your own; train a pretrained model further. Without -
 
     torchrun --standalone --nproc-per-node 2 train-llm.py
     torchrun --standalone --nproc-per-node 2 train-llm.py -e notes -d notes.txt --max-steps 200
-    torchrun --standalone --nproc-per-node 8 train-llm.py -e moe -d a.txt -m Qwen/Qwen1.5-MoE-A2.7B
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e m -d a.txt -m allenai/OLMoE-1B-7B-0924
 """
 
 import argparse
 import glob
 import itertools
 import json
+import logging
 import math
 import os
 import shlex
@@ -64,6 +65,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()  # hides warnings
 transformers.logging.disable_progress_bar()
+# To export the model, experts are gathered over one dimension of the mesh, then over the other.
+# This hides the warning that one collective would be faster than two: it happens once.
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 # In each forward pass transformers asks the GPU whether a row is several sequences that must not
 # attend to each other, and Python waits for the answer. Here it never is, and None says so.
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -82,7 +86,7 @@ def main(args):
     if args.cpu_offload and args.dtype == "fp16":
         fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
     if args.cpu_offload and device.type == "cpu":
-        fail("--cpu-offload: is for a GPU, and without one all is in the memory of the CPU already")
+        fail("--cpu-offload: needs a GPU, without one everything is in CPU memory already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
     if run_dir:
         open_run_dir(run_dir)
@@ -220,7 +224,7 @@ def main(args):
     # parameters of a block from all ranks before its forward pass, frees them after it, and gathers
     # them again for its backward pass. Then it averages the gradients of the block over the ranks,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
-    # gradients of a few blocks at a time, and those of what is in no block, such as the embeddings.
+    # gradients of a few blocks at a time, and those outside the blocks, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
     #
     # Mixed precision: parameters are gathered in `dtype`, so the model computes in it, except where
@@ -228,7 +232,7 @@ def main(args):
     mixed_precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy()
     # Experts are gathered in their shard group. They are in the blocks, so they come first. FSDP
-    # must not cast their inputs: the weights of the router are fp32 in stage 03, too.
+    # must not cast their inputs: the routing weights are fp32 in stage 03, too.
     policy = replace(mixed_precision, cast_forward_inputs=False)
     experts = split_experts(model, expert_mesh, mp_policy=policy, offload_policy=offload)
     for module in [*blocks, model]:
@@ -256,8 +260,8 @@ def main(args):
     of_experts = [p for p in model.parameters() if p.device_mesh == expert_mesh]
     others = [p for p in model.parameters() if p.device_mesh == mesh]
 
-    # The learning rate rises in the warm-up: the first gradients of random weights are large, and
-    # AdamW's moments are still means of only a few of them.
+    # The learning rate rises in the warm-up. AdamW's first updates are as large as later ones, but
+    # their direction is uncertain: its moments are still means of only a few gradients.
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 10)
 
@@ -299,9 +303,9 @@ def main(args):
         for i, (input_ids, targets) in enumerate(micro_batches):
             # Averaging gradients once per step is enough, in the last backward pass.
             is_last = i == len(micro_batches) - 1
-            # Until then a rank would keep whole gradients, and not just those of its shards. So all
-            # backward passes average, except with --no-reshard-after-forward, which needs the
-            # memory of DDP anyway.
+            # But until then a rank would keep whole gradients, not just those of its shards. So all
+            # backward passes average, except with --no-reshard-after-forward, which uses memory to
+            # communicate less.
             if args.no_reshard_after_forward:
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
@@ -351,6 +355,7 @@ def main(args):
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
             # How many tokens each expert has had since the last line: (blocks, experts).
+            # In a single micro-batch the load of a rank can be larger than the mean of many.
             load = torch.stack([module.load for module in experts])
             dist.all_reduce(load)
             load = load / load.float().mean(dim=1, keepdim=True)  # 1 if all have equally many
@@ -408,9 +413,9 @@ def split_experts(model, mesh, **options):
     FSDP, with these options, shards them over a shard group. Returns the modules that hold the
     experts, one for each block that has some."""
     group, group_size = mesh.get_group("expert"), mesh["expert"].size()
-    # The attribute stands for an interface: `forward` takes hidden states, the numbers of the
-    # experts that the router has chosen for each token, and their weights. Parameters have the
-    # experts in dimension 0.
+    # The attribute stands for an interface: `forward` takes hidden states, the indices of the
+    # experts that the router has chosen for each token, and the routing weights. Parameters have
+    # the experts in dimension 0.
     modules = [
         module
         for module in model.modules()
@@ -446,8 +451,9 @@ def choose_dimension(num_ranks, parameter):
 def compute_in_group(experts, forward, group, hidden_states, top_k_index, top_k_weights):
     """Computes the experts of a block in an expert group. `forward` computes those of this rank.
 
-    It takes T tokens of this rank, (T, hidden size), the numbers of the K experts of each token and
-    their weights, both (T, K). It returns the weighted sums of their outputs, (T, hidden size)."""
+    It takes T tokens of this rank, (T, hidden size), the indices of the K experts of each token and
+    their routing weights, both (T, K). It returns the weighted sums of their outputs, which are
+    (T, hidden size)."""
     num_own, group_size = experts.num_experts, dist.get_world_size(group)
     num_choices = top_k_index.shape[1]
 
@@ -473,8 +479,8 @@ def compute_in_group(experts, forward, group, hidden_states, top_k_index, top_k_
     numbers = torch.arange(num_own, device=rows.device).repeat(group_size)
     numbers = numbers.repeat_interleave(counts_received.flatten(), output_size=len(rows))
 
-    # Compute: each row has one expert of this rank, with weight 1. If no token has chosen one of
-    # them, there would be no backward pass here, and the other ranks would wait for its
+    # Compute: each row has one expert of this rank, with weight 1. If none of them was
+    # chosen, there might be no backward pass here, and the other ranks would wait for its
     # collectives. So there is always one more row, of zeros, whose output is not used.
     rows = F.pad(rows, (0, 0, 0, 1))
     numbers = F.pad(numbers, (0, 1))
@@ -612,7 +618,7 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
         [(input_ids, targets)], count = make_micro_batches(data, batch, batch_size, device, group)
         total += loss_sum(model, input_ids, targets, loss_fn)
         num_targets += count
-    model.reshard()  # the root module stays gathered until a backward pass, and here is none
+    model.reshard()  # the root module stays gathered until a backward pass, and there is none here
     dist.all_reduce(total, group=group)
     dist.all_reduce(num_targets, group=group)
     loss = (total / num_targets).item()  # NaN if there is no target
@@ -808,7 +814,7 @@ def how_to_prepare(args, seq_length):
 def pack(documents, column, tokenizer, seq_length):
     """Joins the tokens of texts and cuts them into sequences of one length (packing).
 
-    Returns a data set with `input_ids`. A token attends to all before it in its sequence, also of
+    Returns a dataset with `input_ids`. A token attends to all before it in its sequence, also of
     other texts. The last tokens, fewer than a sequence, are left out.
     Rows of tokens are sequences already. Their `labels` are -100 where there is no loss."""
     if "input_ids" in documents.column_names:
@@ -975,7 +981,7 @@ def parse_args():
     add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
     data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
-    add("--dataset-subset", help="the configuration of a data set on the hub")
+    add("--dataset-subset", help="the configuration of a dataset on the hub")
     add("--text-column", default="text", help="train on this column of texts")
     length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
     add("-s", "--seq-length", type=positive, help=length_help)

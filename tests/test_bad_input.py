@@ -197,7 +197,7 @@ def test_cpu_offload_in_fp16_is_refused():
 def test_cpu_offload_needs_a_gpu():
     result = run("08-pipeline-parallel", 2, "--cpu-offload", check=False)
     [line] = result.errors
-    assert line.startswith("train-llm.py: error: --cpu-offload: is for a GPU")
+    assert line.startswith("train-llm.py: error: --cpu-offload: needs a GPU")
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])

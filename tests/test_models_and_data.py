@@ -437,12 +437,12 @@ def all_rows(*parts):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Makes data sets of the hub: folders that have no path of their own."""
+    """Makes datasets of the hub: folders that have no path of their own."""
     monkeypatch.chdir(tmp_path)
     load_dataset = datasets.load_dataset
 
     def load_from_hub(name, subset=None, **more):
-        """As `datasets.load_dataset`, which finds a data set of the hub in this folder."""
+        """As `datasets.load_dataset`, which finds a dataset of the hub in this folder."""
         if name.startswith("someone/"):
             return load_dataset(f"hub/{name}", subset, **more)
         return load_dataset(name, subset, **more)

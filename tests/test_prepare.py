@@ -712,7 +712,7 @@ def test_a_folder_of_save_to_disk(made, has_splits, tmp_path):
 def test_rows_of_tokens_stay_what_they_are(
     written, prepare, kind, has_labels, monkeypatch, tmp_path
 ):
-    """Of a file, of a data set that was saved with tensors as its format, and of MDS, whose rows
+    """Of a file, of a dataset that was saved with tensors as its format, and of MDS, whose rows
     have arrays. Without -s, rows keep their length. Other columns of such rows are no loss."""
     draw = random.Random(7)
     rows, expected = [], []
@@ -919,7 +919,7 @@ def test_splits_of_chats_on_the_hub(made, tmp_path):
             "train: this does not fill a row of 256 tokens (-s)",
         ),
         ({"text": "a \ud83d"}, (), "{path}: row 1 cannot be read: UnicodeEncodeError("),
-        ({"text": "a"}, ("--dataset-subset", "en"), "--dataset-subset en: is for a data set on"),
+        ({"text": "a"}, ("--dataset-subset", "en"), "--dataset-subset en: is for a dataset on"),
         ({"text": "a"}, ("-o", "."), "-o .: this exists already"),
         ({"a": 1, "b": "x"}, ("--text-column", "c"), "choose one of the columns a, b with --text-"),
         ({"text": "a"}, ("-d", "empty"), "-d empty: no file ends in .txt, .json, .jsonl, .csv, "),
@@ -946,7 +946,7 @@ def test_one_line_says_what_is_wrong(row, flags, problem, written, tmp_path, mon
 
 @pytest.mark.law5
 def test_a_path_that_is_missing_is_named(tmp_path):
-    """By `datasets`: it is taken for a data set on the hub."""
+    """By `datasets`: it is taken for a dataset on the hub."""
     result = call(tmp_path / "missing.txt", tmp_path / "out", check=False)
     assert result.returncode == 1
     assert "missing.txt" in result.err

@@ -1,5 +1,6 @@
 """The formulas of the chapters' tables against what is measured, within 5 %."""
 
+import re
 import shutil
 
 import bench_context
@@ -196,7 +197,7 @@ def test_what_autograd_keeps_of_a_block(name, compiled):
 
 
 def test_the_readmes_line_for_a_card_of_24_gb():
-    """Its table, by the formulas of chapter 01 and the sizes of Qwen3-0.6B as the hub has them."""
+    """By the formulas of chapter 01 and the sizes of Qwen3-0.6B as the hub has them."""
     config = transformers.Qwen3Config(
         vocab_size=151936,
         hidden_size=1024,
@@ -211,8 +212,9 @@ def test_the_readmes_line_for_a_card_of_24_gb():
     assert round(n / 1e6) == 596
     parts = scale.one_device(config, 4 * 1024, checkpointing=True)  # the default micro-batch
     gigabytes = [round(part / 1e9, 1) for part in parts[:4]]
-    row = "| " + " | ".join(map(str, [*gigabytes, round(sum(gigabytes), 1)])) + " |"
-    assert row in (ROOT / "GUIDE.md").read_text()
+    [sentence] = re.findall(r"it needs .*?GB:.*?\.\s", (ROOT / "GUIDE.md").read_text(), re.S)
+    numbers = [float(number) for number in re.findall(r"\b\d+\.\d\b", sentence)]
+    assert numbers == [round(sum(gigabytes), 1), *gigabytes]
     assert sum(parts) < 0.75 * 24e9
 
 

@@ -193,13 +193,15 @@ def sequences():
             for ranks in (1, 2, 4, 8):
                 length, parts = longest(name, ranks, checkpointing)
                 row = [label, "yes" if checkpointing else "no", ranks, f"{length:,}"]
-                sizes = ("state", "gathered", "logits", "kept", "again", "keys and values", "total")
+                sizes = ("state", "gathered", "logits", "last norm", "kept", "again")
+                sizes += ("keys and values", "total")
                 row += [f"{parts[size] / 1e9:.1f}" for size in sizes]
                 at_128k = scale.context_sizes(name, 8, 131072, ranks, checkpointing)["total"]
                 rows.append([*row, f"{at_128k / 1e9:.1f}"])
     head = ["8 GPUs of 80 GB", "checkpointing", "C", "longest sequence, tokens", "state, GB"]
-    head += ["gathered parameters", "logits and their gradient", "activations that are kept"]
-    head += ["those of a block computed again", "of both, keys and values", "peak"]
+    head += ["gathered parameters", "logits and their gradient", "last norm"]
+    head += ["activations that are kept", "those of a block computed again"]
+    head += ["of both, keys and values", "peak"]
     report("context-longest", [*head, "peak with 131,072 tokens"], rows)
 
 

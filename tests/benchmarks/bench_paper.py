@@ -66,14 +66,12 @@ def split_over_a_group():
     for ranks in (1, 2, 4, 8):
         of_a_block = tokens * scale.activation_bytes(config, 2, ranks)
         inputs = layers * tokens * 2 * h / ranks
-        # The last norm keeps its input twice, in fp32 and bf16. Its output is gathered.
-        last_norm = tokens * ((4 + 2) * h / ranks + 2 * h)
+        last_norm = tokens * scale.last_norm_bytes(config, ranks)
         logits = tokens * scale.logit_bytes(config) / ranks
         state = scale.state_bytes(n, gpus)
         model = (state, (n - layers * block) / ranks, block / ranks)
         output_layer = 2 * config.vocab_size * h / ranks
-        kept = inputs + last_norm
-        total = scale.peak_bytes(*model, kept, of_a_block, logits, output_layer)
+        total = scale.peak_bytes(*model, inputs, of_a_block, logits + last_norm, output_layer)
         parts = [layers * of_a_block, inputs + of_a_block, logits, state, total]
         rows.append([ranks, *[f"{size / 1e9:.1f}" for size in parts]])
     head = ["GB on each GPU, n", "activations", "activations with checkpointing"]

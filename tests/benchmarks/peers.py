@@ -248,7 +248,7 @@ def accelerated(how):
 
 
 def load(how):
-    """Imports and what a run has to load: model, tokenizer, data set. No step."""
+    """Imports and what a run has to load: model, tokenizer, dataset. No step."""
     import datasets
 
     _model, tokenizer = load_model(how), tiny_tokenizer()

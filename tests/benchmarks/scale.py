@@ -82,6 +82,13 @@ def context_bytes(config, ranks, c=2):
     return activation_bytes(config, c) / ranks + context_addend(config, ranks, c)
 
 
+def last_norm_bytes(config, ranks=1):
+    """Per token: the input of the last norm in fp32 and bf16, of which each rank of a tensor group
+    has its share, and its output, which is gathered."""
+    h = config.hidden_size
+    return (4 + 2) * h / ranks + 2 * h
+
+
 def kept_by_a_block(config, compiled):
     """Bytes per token that autograd keeps of a block in bf16 by autocast. Chapter 01."""
     h, f, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
@@ -110,12 +117,13 @@ def one_device(config, tokens, checkpointing=False, compiled=True):
 def peak_bytes(state, root, block, kept, again=0, logits=0, last=0):
     """In bf16 with FSDP: the largest of three peaks. `root` and `block` are numbers of parameters,
     and the other arguments are bytes: what blocks keep, what a checkpointed block computes again,
-    the logits with their gradient, and the gradient of the output layer.
+    the logits with their gradient and what the last norm keeps, and the gradient of the output
+    layer.
 
     The first peak is where the gradient of the logits is computed. The root and the last block,
-    which is gathered ahead, are whole there. The second is in the backward of a block, when the
-    logits have been freed: two blocks are gathered, and the gradients of one are there in bf16 and
-    fp32. The third is at the end, with the gradients of the root in bf16 and fp32."""
+    which is gathered ahead, are whole there. The second is in the backward of a block, when logits
+    and last norm have been freed: two blocks are gathered, and the gradients of one are there in
+    bf16 and fp32. The third is at the end, with the gradients of the root in bf16 and fp32."""
     at_the_loss = 2 * root + 2 * block + logits
     in_a_block = 2 * root + (2 * 2 + 2 + 4) * block + again + last
     at_the_end = (2 + 4) * root
@@ -141,6 +149,7 @@ def sizes(name, shards, tokens):
     layers, each = config.num_hidden_layers, activation_bytes(config)
     kept = tokens * layers * each
     inputs = tokens * (layers * 2 * config.hidden_size + each)
+    last_norm = tokens * last_norm_bytes(config)
     state, logits = state_bytes(n, shards), tokens * logit_bytes(config)
     last = 2 * config.vocab_size * config.hidden_size
     model, again = (state, n - layers * block, block), tokens * each
@@ -150,8 +159,8 @@ def sizes(name, shards, tokens):
         "logits": logits,
         "activations": kept,
         "checkpointed": inputs,
-        "total": peak_bytes(*model, kept, 0, logits, last),
-        "total, checkpointed": peak_bytes(*model, inputs - again, again, logits, last),
+        "total": peak_bytes(*model, kept, 0, logits + last_norm, last),
+        "total, checkpointed": peak_bytes(*model, inputs - again, again, logits + last_norm, last),
         "kept": 4 * n + 2 * n,  # whole gradients in fp32, and parameters in bf16
     }
 
@@ -169,6 +178,8 @@ def context_sizes(name, shards, length, ranks, checkpointing):
     kept, again = layers * of_a_block, 0
     if checkpointing:
         kept, again = layers * 2 * h * length / ranks, of_a_block
+    last_norm = length / ranks * last_norm_bytes(config)
+    peak = peak_bytes(state, n - layers * block, block, kept, again, logits + last_norm, last)
     blocks_with_keys = 1 if checkpointing else layers
     gathered_keys = 2 * 2 * config.num_key_value_heads * config.head_dim * length
     return {
@@ -178,7 +189,8 @@ def context_sizes(name, shards, length, ranks, checkpointing):
         "kept": kept,
         "again": again,
         "keys and values": blocks_with_keys * gathered_keys,
-        "total": peak_bytes(state, n - layers * block, block, kept, again, logits, last),
+        "last norm": last_norm,
+        "total": peak,
     }
 
 

@@ -182,7 +182,7 @@ LINES = [
             "no `num_shares`": [("num_shares / num_targets\n", "1 / num_targets\n")],
             "the norm is summed over all ranks": [
                 (
-                    "dist.all_reduce(squared_norm, group=stage.group)",
+                    "dist.all_reduce(squared_norm, group=stage.pipeline)",
                     "dist.all_reduce(squared_norm)",
                 )
             ],

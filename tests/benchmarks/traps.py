@@ -29,6 +29,11 @@ from pathlib import Path
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
 
+try:
+    import pytest  # noqa: F401 (conftest.py needs it)
+except ImportError:
+    sys.exit("traps.py shares code with the tests. Once: pip install -e '.[test]'")
+
 import datasets
 import numpy as np
 import torch
@@ -744,7 +749,7 @@ PIPELINE_WRONGLY = {
         ("            gradient += other_gradient\n", "")
     ],
     "each pipeline stage clips its gradients by a norm of its own": [
-        ("        dist.all_reduce(squared_norm, group=stage.group)\n", "")
+        ("        dist.all_reduce(squared_norm, group=stage.pipeline)\n", "")
     ],
     "the norm counts the tied weight twice": [(" if stage.is_first or p is not tied_weight]", "]")],
     "the stages of a pipeline read different sequences": [

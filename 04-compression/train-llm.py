@@ -483,7 +483,7 @@ def pad(values, multiple):
 def low_frequencies():
     """The first half of the orthonormal DCT-II matrix, (CHUNK_LENGTH / 2, CHUNK_LENGTH) fp32.
 
-    Row k is a cosine of k half-waves, and has norm 1. Its transpose is its inverse."""
+    Row k is a cosine of k half-waves, and has norm 1. Multiplying by its transpose decodes."""
     n = torch.arange(CHUNK_LENGTH, dtype=torch.float64)
     k = n[: CHUNK_LENGTH // 2, None]
     basis = (2 / CHUNK_LENGTH) ** 0.5 * torch.cos(torch.pi / CHUNK_LENGTH * (n + 0.5) * k)

@@ -316,9 +316,9 @@ def main(args):
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     stopping = False
     saving = None  # the checkpoint that is being saved
-    # All checkpoints are copied to the same memory: allocating it takes longer than copying.
+    # All checkpoints are copied to the same memory. A stager of PyTorch 2.11 can be used only once.
     options = dcp.staging.StagingOptions(False, False, False, False)  # no threads, nothing pinned
-    stager = dcp.staging.DefaultStager(options)
+    stager = dcp.staging.DefaultStager(options) if torch.__version__ >= "2.13" else None
 
     for step in range(steps_done + 1, total_steps + 1):
         # All ranks must stop after the same step, but the signal may reach them in different steps.
@@ -563,7 +563,7 @@ def pad(values, multiple):
 def low_frequencies():
     """The first half of the orthonormal DCT-II matrix, (CHUNK_LENGTH / 2, CHUNK_LENGTH) fp32.
 
-    Row k is a cosine of k half-waves, and has norm 1. Its transpose is its inverse."""
+    Row k is a cosine of k half-waves, and has norm 1. Multiplying by its transpose decodes."""
     n = torch.arange(CHUNK_LENGTH, dtype=torch.float64)
     k = n[: CHUNK_LENGTH // 2, None]
     basis = (2 / CHUNK_LENGTH) ** 0.5 * torch.cos(torch.pi / CHUNK_LENGTH * (n + 0.5) * k)

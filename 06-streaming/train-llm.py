@@ -323,9 +323,9 @@ def main(args):
     signal.signal(signal.SIGTERM, lambda number, frame: stop_signals.append(number))
     stopping = False
     saving = None  # the checkpoint that is being saved
-    # All checkpoints are copied to the same memory: allocating it takes longer than copying.
+    # All checkpoints are copied to the same memory. A stager of PyTorch 2.11 can be used only once.
     options = dcp.staging.StagingOptions(False, False, False, False)  # no threads, nothing pinned
-    stager = dcp.staging.DefaultStager(options)
+    stager = dcp.staging.DefaultStager(options) if torch.__version__ >= "2.13" else None
 
     for step in range(steps_done + 1, total_steps + 1):
         # All ranks must stop after the same step, but the signal may reach them in different steps.
@@ -522,7 +522,7 @@ class Streams:
         return {"input_ids": torch.from_numpy(rows)}
 
     def epoch(self):
-        """The number of epochs that every stream of this rank has finished."""
+        """The number of epochs that every stream of this rank has finished, 0 without a stream."""
         return min((epoch for epoch, _, _ in self.positions.values()), default=0)
 
     def all_positions(self, group):
@@ -535,7 +535,7 @@ class Streams:
         """The documents of a stream.
 
         The files are divided into parts, one for each stream. If there are fewer files, several
-        streams share a part: each of them reads all of it, and takes every second document, say."""
+        streams share a part: of two, for example, each takes every second document."""
         divisors = [n for n in range(1, self.count + 1) if self.count % n == 0]
         num_parts = max(n for n in divisors if n <= self.documents.num_shards)
         turn, part = divmod(stream, num_parts)
@@ -661,7 +661,7 @@ def pad(values, multiple):
 def low_frequencies():
     """The first half of the orthonormal DCT-II matrix, (CHUNK_LENGTH / 2, CHUNK_LENGTH) fp32.
 
-    Row k is a cosine of k half-waves, and has norm 1. Its transpose is its inverse."""
+    Row k is a cosine of k half-waves, and has norm 1. Multiplying by its transpose decodes."""
     n = torch.arange(CHUNK_LENGTH, dtype=torch.float64)
     k = n[: CHUNK_LENGTH // 2, None]
     basis = (2 / CHUNK_LENGTH) ** 0.5 * torch.cos(torch.pi / CHUNK_LENGTH * (n + 0.5) * k)

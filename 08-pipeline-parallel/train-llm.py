@@ -65,7 +65,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 transformers.logging.set_verbosity_error()  # hides warnings
 transformers.logging.disable_progress_bar()
-# What a pipeline stage returns is a view of hidden states. FSDP warns that one must not change it.
+# Without its output layer the model returns a slice of hidden states. FSDP warns about such views.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 # In each forward pass transformers asks the GPU whether a row is several sequences that must not
 # attend to each other, and Python waits for the answer. Here it never is, and None says so.

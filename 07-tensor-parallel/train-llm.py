@@ -449,13 +449,13 @@ def split_layers(model, mesh):
         elif last_name in GATHER_TOKENS:
             styles[name] = GATHER_TOKENS[last_name]
         elif list(module.parameters(recurse=False)):
-            # A norm. Each rank has all of its weight, and normalizes the tokens that the rank has.
-            # So each has a part of the sum that is the gradient. FSDP adds them up (`Partial()`).
+            # Treated as a norm: each rank has the whole weight, and normalizes its own tokens. So
+            # each has a part of the sum that is the gradient. FSDP adds them up (`Partial()`).
             styles[name] = SequenceParallel()
 
     # With src_data_rank=None a rank takes its parts from its own copy of the model, which has no
-    # values yet: `send_weights` sends them. Only rank 0 has them, and also goes on with tensors on
-    # the meta device. Otherwise its GPU would get its part of all layers at once, before sharding.
+    # values yet: `send_weights` sends them. Only rank 0 has values, but its copy moves to the meta
+    # device too. Otherwise its GPU would get its part of all layers at once, before sharding.
     # Buffers, such as the scale of Gemma's embeddings, would be sent nevertheless, so they are set
     # aside.
     buffers = {module: module._buffers for module in model.modules()}

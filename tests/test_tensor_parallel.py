@@ -1,13 +1,18 @@
 """Stage 07: tensor parallelism computes what one process does, and holds a part of everything."""
 
 import json
+import os
 import pickle
+import shutil
+import subprocess
+import sys
 
 import pytest
 import scale
 import torch
 import transformers
 from conftest import (
+    ROOT,
     SMALL,
     assert_same_curve,
     exact,
@@ -508,3 +513,57 @@ def test_other_models_that_cannot_be_split_train_nothing_wrong(tmp_path, archite
 def test_processes_that_do_not_form_whole_groups():
     result = run(STAGE, 2, *FEW, "--tensor-size", 3, check=False)
     assert result.errors == ["train-llm.py: error: --tensor-size 3: does not divide 2 processes"]
+
+
+# Memory of split logits
+
+PEAK_OF_SPLIT_LOGITS = """
+import re, sys, types
+from pathlib import Path
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from conftest import load
+
+stage = load("07-tensor-parallel")
+torch._functorch.config.enable_autograd_cache = False
+dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())  # sends nothing
+mesh = init_device_mesh("cpu", (8,))
+tokens, vocabulary = 4096, 16000
+weight, targets = torch.randn(vocabulary, 8).bfloat16(), torch.randint(vocabulary, (1, tokens))
+
+def model(input_ids, use_cache):
+    logits = torch.nn.functional.linear(input_ids, weight)
+    return types.SimpleNamespace(logits=DTensor.from_local(logits, mesh, [Shard(2)]))
+
+def status(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+compiled = sys.argv[1] == "compiled"
+loss_fn = stage.sum_cross_entropy
+loss_fn = torch.compile(loss_fn, dynamic=False) if compiled else loss_fn
+for _ in range(2):  # the first one compiles
+    hidden = torch.randn(1, tokens, 8).bfloat16().requires_grad_()
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    with stage.loss_parallel():
+        stage.loss_sum(model, hidden, targets, loss_fn).backward()
+print((status("VmHWM") - before) / (tokens * vocabulary))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("how", "size"), [("compiled", 10), ("eager", 16)])
+def test_bytes_of_a_split_logit(tmp_path, how, size):
+    """At the peak, on a rank of 8: `scale.logit_bytes` has 10 for split logits."""
+    if how == "compiled" and not shutil.which("g++"):
+        pytest.skip("to compile on a CPU needs a compiler (Debian: apt-get install g++)")
+    (tmp_path / "peak.py").write_text(PEAK_OF_SPLIT_LOGITS)
+    command = [sys.executable, tmp_path / "peak.py", how]
+    places = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "support")])
+    out = subprocess.check_output(command, env=os.environ | {"PYTHONPATH": places}, text=True)
+    assert float(out.split()[-1]) == pytest.approx(size, abs=0.5)

@@ -67,7 +67,7 @@ def split_over_a_group():
         of_a_block = tokens * scale.activation_bytes(config, 2, ranks)
         inputs = layers * tokens * 2 * h / ranks
         last_norm = tokens * scale.last_norm_bytes(config, ranks)
-        logits = tokens * scale.logit_bytes(config) / ranks
+        logits = tokens * scale.logit_bytes(config, ranks)
         state = scale.state_bytes(n, gpus)
         model = (state, (n - layers * block) / ranks, block / ranks)
         output_layer = 2 * config.vocab_size * h / ranks

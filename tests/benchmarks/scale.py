@@ -130,9 +130,10 @@ def peak_bytes(state, root, block, kept, again=0, logits=0, last=0):
     return state + max(kept + at_the_loss, kept + in_a_block, at_the_end)
 
 
-def logit_bytes(config):
-    """Per token, with a compiled loss: logits and their gradient in bf16."""
-    return 4 * config.vocab_size
+def logit_bytes(config, ranks=1):
+    """Per token, with a compiled loss: logits and their gradient in bf16. If a tensor group splits
+    them, each rank has for its part the logits in bf16 and two tensors of their size in fp32."""
+    return (10 if ranks > 1 else 4) * config.vocab_size / ranks
 
 
 def flops(config, n, length):
@@ -293,7 +294,8 @@ def step_on_four_nodes(stage, name, sequences, length, blocks_per_stage):
     ranks = gpus if stage == "07" else 1  # that compute a sequence together
     state = state_bytes(n, gpus if stage == "04" else shards)
     model = (state, (n - layers * block) / ranks, block / ranks)
-    memory = peak_bytes(*model, layers * inputs, one_block, logits, 2 * vocabulary / ranks)
+    of_micro_batch = ranks * length * logit_bytes(config, ranks)
+    memory = peak_bytes(*model, layers * inputs, one_block, of_micro_batch, 2 * vocabulary / ranks)
     if stage == "03":
         # In a ring through all GPUs one of each node sends to the next node.
         inner = outer = micro_batches * fsdp * n * (shards - 1) / shards

@@ -25,8 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logs_and_checkpoints import fail, flops_per_token, peak_flops
 
-# GB of a GPU, and GB/s at which it sends to another GPU of its machine, by NVLink in the first line,
-# by PCIe in the others. Sources: NVIDIA's data sheets.
+# GB of a GPU, and GB/s at which it sends to another GPU of its machine: by NVLink in the first
+# line, by PCIe in the others. Sources: NVIDIA's data sheets.
 GPUS = {"H100": (80, 450), "H200": (141, 450), "B200": (180, 900), "A100": (80, 300)}
 GPUS |= {"L40S": (48, 32), "L4": (24, 32), "A10": (24, 32)}
 GPUS |= {"RTX 3090": (24, 32), "RTX 4090": (24, 32), "RTX 5090": (32, 64)}
@@ -65,8 +65,8 @@ class Model:
 class Split:
     """How a stage divides a model and its data over the GPUs.
 
-    `shards` are the ranks among which FSDP divides the state. The ranks of a tensor group, a context
-    group or a pipeline share their sequences."""
+    `shards` are the ranks among which FSDP divides the state. The ranks of a tensor group, a
+    context group or a pipeline share their sequences."""
 
     stage: str
     flags: tuple = ()
@@ -184,9 +184,9 @@ def memory_with_fsdp(
     in_flight=1,
     has_loss=True,
 ):
-    """Stages 03 to 09. The peak is at one of three moments: at the loss, where the root and the last
-    block are whole; in the backward pass of a block, with two blocks, and the gradients of one in
-    bf16 and fp32; or at its end, where the gradients of the root are averaged.
+    """Stages 03 to 09. The peak is at one of three moments: at the loss, where the root and the
+    last block are whole; in the backward pass of a block, with two blocks, and the gradients of one
+    in bf16 and fp32; or at its end, where the gradients of the root are averaged.
 
     A pipeline stage has other numbers of blocks and parameters than the model. `in_flight` is how
     many micro-batches have their activations kept."""
@@ -334,9 +334,9 @@ def plan(model, args, split, recompute):
         return time_of_a_step(model, args, split, recompute, batch_size, num_micro_batches)
 
     largest_batch_size = 0
-    while largest_batch_size < share and fits(memory(largest_batch_size + 1), args):
+    while largest_batch_size < 1024 and fits(memory(largest_batch_size + 1), args):
         largest_batch_size += 1
-    sizes = range(max(1, largest_batch_size), 0, -1)
+    sizes = range(max(1, min(largest_batch_size, share)), 0, -1)
     batch_size = min(sizes, key=lambda size: time(size)[1] or 0)  # the largest of equal ones
     parts = memory(batch_size)
     sent, seconds = time(batch_size)
@@ -347,6 +347,7 @@ def plan(model, args, split, recompute):
         "flags": " ".join(map(str, flags)),
         "fits": largest_batch_size > 0,
         "batch_size": batch_size,
+        "largest_batch_size": largest_batch_size,
         "gb": {name: size / 1e9 for name, size in parts.items()},
         "total_gb": sum(parts.values()) / 1e9,
         "sent_gb": sent / 1e9,
@@ -437,26 +438,34 @@ def answer(model, args, plans):
             smallest = min(
                 (p for p in plans if p["stage"] == one["stage"]), key=lambda p: p["total_gb"]
             )
-            missing = smallest["total_gb"] - planned
-            how = f"{smallest['stage']} {smallest['flags']} -b 1"
-            print(
-                f"does not fit: {how} needs {smallest['total_gb']:.1f} GB, {missing:.1f} too many"
-            )
+            total, how = smallest["total_gb"], f"{smallest['stage']} {smallest['flags']} -b 1"
+            print(f"does not fit: {how} needs {total:.1f} GB, {total - planned:.1f} too many")
     if not model.is_known:
         print(f"\nThe activations of {model.config.model_type} are not known: what fits may not.")
     if not fitting:
         print(what_would_help(model, args))
         return
     first = fitting[0]
+    loading, checkpoint = 4 * model.number / 1e9, 12 * model.number / 1e9
     print(f"\n{first['command']}\n")
-    print(
-        f"Besides, rank 0 needs {4 * model.number / 1e9:.1f} GB of CPU memory to load and export, and a "
-        f"checkpoint has {12 * model.number / 1e9:.1f} GB."
-    )
+    print(f"CPU memory of rank 0, to load and to export: {loading:.1f} GB")
+    if "--cpu-offload" in first["flags"]:
+        print(f"CPU memory of the machine, for the state: {4 * loading:.1f} GB")
+    print(f"disk, for each checkpoint: {checkpoint:.1f} GB")
 
 
 def table(plans, args):
-    head = ["stage", "flags", "-b", "state", "copies", "activations", "logits", "GB of a GPU"]
+    head = [
+        "stage",
+        "flags",
+        "-b",
+        "largest -b",
+        "state",
+        "copies",
+        "activations",
+        "logits",
+        "GB of a GPU",
+    ]
     head += ["GB sent in a step", "tokens/s"] + (["hours"] if args.tokens else [])
     rows = []
     for one in plans:
@@ -464,7 +473,7 @@ def table(plans, args):
         state = gb["parameters"] + gb["gradients"] + gb["moments"]
         parts = [state, gb["copies"], gb["activations"], gb["logits"], one["total_gb"]]
         parts.append(one["sent_gb"])
-        row = [one["stage"], one["flags"], one["batch_size"]]
+        row = [one["stage"], one["flags"], one["batch_size"], one["largest_batch_size"]]
         row += ["?" if part is None else f"{part:.1f}" for part in parts]
         row.append(f"{speed:,.0f}" if speed else "?")
         if args.tokens:

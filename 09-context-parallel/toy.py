@@ -9,7 +9,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 weights = torch.tensor([1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 32.0])
 query = torch.ones(8, 1)
-key = weights.log()[:, None]  # so softmax makes of a key the share of its weight
+key = weights.log()[:, None]  # softmax turns a key into its share of the weights
 value = torch.tensor([[4.0], [8.0], [2.0], [6.0], [3.0], [10.0], [2.0], [9.0]])
 
 

@@ -354,8 +354,8 @@ def main(args):
             dist.all_reduce(step_loss, group=data_group)
             memory = memory_gb(model, optimizer, device)
             dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
-            # How many tokens each expert has had since the last line: (blocks, experts).
-            # In a single micro-batch the load of a rank can be larger than the mean of many.
+            # Tokens of each expert since the last line, counted twice if blocks are computed again:
+            # (blocks, experts). In a single micro-batch the load of a rank can be larger.
             load = torch.stack([module.load for module in experts])
             dist.all_reduce(load)
             load = load / load.float().mean(dim=1, keepdim=True)  # 1 if all have equally many

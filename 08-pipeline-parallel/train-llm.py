@@ -496,7 +496,8 @@ class PipelineStage:
 
         Both at once: of two ranks that first send and then receive, each might wait until the other
         receives."""
-        operations, group = [], self.pipeline
+        operations = []
+        group = self.pipeline
         if sent is not None:
             sent = sent.detach().contiguous()
             operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=other))

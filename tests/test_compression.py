@@ -4,7 +4,6 @@ import json
 from functools import cache
 
 import pytest
-import scale
 import torch
 from compression_worker import MODES
 from conftest import (
@@ -22,6 +21,8 @@ from conftest import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import plan
 
 STAGE = "04-compression"
 TWELVE = ("--max-steps", "12", "--lr", "2e-3", *SMALL, "-b", "2", "--log-freq", "1")
@@ -148,7 +149,7 @@ def test_replicas_stay_equal_to_the_last_bit(tmp_path, mode, processes, shard_si
     assert f"{replicas} replica(s) of {shard_size} shard(s), compression {mode}\n" in out
     lines = metrics(tmp_path / "a")
     assert lines[12]["train/loss"] < lines[1]["train/loss"]
-    num_parameters, _ = scale.parameters(load(STAGE).load_config("tiny", False)[0])
+    num_parameters = plan.sizes_of(load(STAGE).load_config("tiny", False)[0], 256).number
     dense = 2 * (replicas - 1) / replicas * num_parameters / shard_size * 4
     ratio = lines[12]["comm/bytes_per_step"] / dense
     assert ratio == pytest.approx({"none": 1, "dct": 0.5, "int8": 260 / 1024}[mode], rel=0.01)

@@ -7,7 +7,6 @@ import time
 import zipfile
 
 import pytest
-import scale
 from conftest import (
     FAULTS,
     end,
@@ -33,6 +32,8 @@ from nodes import (
     wait_until,
     world_size,
 )
+
+import plan
 
 pytestmark = pytest.mark.law4
 
@@ -252,7 +253,7 @@ def test_a_full_disk_beside_the_steps(curve, tmp_path):
     """It has room for two checkpoints and a half. The thread meets that, or what writes the log.
     The second one is intact."""
     config, _ = load("05-multinode").load_config("tiny", False)
-    checkpoint = 12 * scale.parameters(config)[0] / 2**20  # fp32, with two moments
+    checkpoint = 12 * plan.sizes_of(config, 256).number / 2**20  # fp32, with two moments
     mount_small_disk(tmp_path / "disk", round(2.5 * checkpoint))
     try:
         with job(tmp_path, processes=2, NNODES="1", MAX_RESTARTS="0") as start_node:

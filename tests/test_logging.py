@@ -10,13 +10,14 @@ from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
-import scale
 import torch
 import transformers
 from comet_server import CometServer
 from conftest import SMALL, default_sequences, end, fork, load, metrics, run, script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
+
+import plan
 
 NAMED = (*SMALL, "--log-freq", "2", "--max-steps", "6", "--ckpt-freq", "3", "--eval-freq", "3")
 TRAIN = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_seen")
@@ -151,7 +152,7 @@ def test_comet_holds_every_metric_and_parameter(offline):
     assert parameters["max_steps"] == 6
     assert parameters["total_steps"] == 6
     config, _ = load("01-single-gpu").load_config("tiny", False)
-    assert parameters["parameters"] == scale.parameters(config)[0]
+    assert parameters["parameters"] == plan.sizes_of(config, 256).number
     assert parameters["world_size"] == 2
     assert not any("key" in name.lower() for name in parameters)
 

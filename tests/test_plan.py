@@ -14,70 +14,11 @@ import torch
 import transformers
 from conftest import ROOT, end
 from nodes import free_port
+from published import MODELS, save_config
 
 import plan
 
-LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
-QWEN = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
-QWEN_MOE = QWEN | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128}
-MIXTRAL = {"model_type": "mixtral", "vocab_size": 32000, "num_key_value_heads": 8}
-GEMMA = {"model_type": "gemma3_text", "vocab_size": 262144, "tie_word_embeddings": True}
-GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201088, "num_key_value_heads": 8, "head_dim": 64}
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-TIED = {"tie_word_embeddings": True}
-# Sizes and numbers of parameters as the models' pages on the Hub give them.
-MODELS = {
-    "Llama-3.2-1B": (LLAMA | TIED, (2048, 16, 32, 8192), 1_235_814_400),
-    "Llama-3.2-3B": (LLAMA | TIED, (3072, 28, 24, 8192), 3_212_749_824),
-    "Llama-3.1-8B": (LLAMA, (4096, 32, 32, 14336), 8_030_261_248),
-    "Llama-3.1-70B": (LLAMA, (8192, 80, 64, 28672), 70_553_706_496),
-    "Llama-3.1-405B": (LLAMA, (16384, 126, 128, 53248), 405_853_388_800),
-    "Mistral-7B-v0.1": (
-        {"model_type": "mistral", "vocab_size": 32000, "num_key_value_heads": 8},
-        (4096, 32, 32, 14336),
-        7_241_732_096,
-    ),
-    "Qwen3-0.6B": (QWEN | TIED, (1024, 28, 16, 3072), 596_049_920),
-    "Qwen3-1.7B": (QWEN | TIED, (2048, 28, 16, 6144), 1_720_574_976),
-    "Qwen3-4B": (QWEN | TIED, (2560, 36, 32, 9728), 4_022_468_096),
-    "Qwen3-8B": (QWEN, (4096, 36, 32, 12288), 8_190_735_360),
-    "Qwen3-14B": (QWEN, (5120, 40, 40, 17408), 14_768_307_200),
-    "Qwen3-32B": (QWEN, (5120, 64, 64, 25600), 32_762_123_264),
-    "Qwen3-30B-A3B": (
-        QWEN_MOE | {"num_experts_per_tok": 8, "moe_intermediate_size": 768},
-        (2048, 48, 32, 6144),
-        30_532_122_624,
-    ),
-    "Qwen3-235B-A22B": (
-        QWEN_MOE | {"num_experts_per_tok": 8, "moe_intermediate_size": 1536},
-        (4096, 94, 64, 12288),
-        235_093_634_560,
-    ),
-    "Mixtral-8x7B": (MIXTRAL, (4096, 32, 32, 14336), 46_702_792_704),
-    "Mixtral-8x22B": (MIXTRAL | {"vocab_size": 32768}, (6144, 56, 48, 16384), 140_630_071_296),
-    "gemma-3-1b": (
-        GEMMA | {"num_key_value_heads": 1, "head_dim": 256},
-        (1152, 26, 4, 6912),
-        999_885_952,
-    ),
-    "gemma-3-27b": (
-        GEMMA | {"vocab_size": 262208, "num_key_value_heads": 16, "head_dim": 128},
-        (5376, 62, 32, 21504),
-        27_009_346_304,
-    ),
-    "gpt-oss-20b": (GPT_OSS | {"num_local_experts": 32}, (2880, 24, 64, 2880), 20_914_757_184),
-    "gpt-oss-120b": (GPT_OSS | {"num_local_experts": 128}, (2880, 36, 64, 2880), 116_829_156_672),
-}
-
-
-def save_config(folder, name):
-    """The config.json of a model, with nothing beside it."""
-    given, sizes, _ = MODELS[name]
-    config = given | dict(zip(SIZES, sizes, strict=True)) | {"max_position_embeddings": 131072}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def ask(*flags):
@@ -119,7 +60,8 @@ def test_the_peaks_that_an_h100_measured(tmp_path):
             parts = plan.memory_of_a_whole_copy(model, 4 * 2048, recompute)
         else:
             split = plan.Split(row["stage"])
-            parts = plan.memory_with_fsdp(model, 4 * 2048, recompute, split, 4)
+            whole = plan.Part(model.num_blocks, model.in_blocks, model.in_root)
+            parts = plan.memory_with_fsdp(model, whole, 4 * 2048, recompute, split, 4)
         peak = float(row["peak, GB"])
         error = 0.005 if row["stage"] == "01-single-gpu" else 0.01
         assert sum(parts.values()) / 1e9 == pytest.approx(peak, rel=error), row
@@ -170,17 +112,26 @@ def test_a_model_with_other_blocks_has_no_activations(tmp_path):
     folder = save_config(tmp_path / "m", "Qwen3-30B-A3B")
     out = json.loads(ask("-m", folder, "--gpus", 8, "--json"))
     assert not out["activations_are_known"]
-    [one] = [p for p in out["plans"] if p["stage"] == "03-fsdp" and not p["flags"]]
+    flag = "--activation-checkpointing"
+    [one] = [p for p in out["plans"] if p["stage"] == "03-fsdp" and p["flags"] == flag]
     assert one["gb"]["activations"] is None
     state = one["gb"]["parameters"] + one["gb"]["gradients"] + one["gb"]["moments"]
     assert state == pytest.approx(16 * MODELS["Qwen3-30B-A3B"][2] / 8 / 1e9)
 
+    # Stage 10 has the same state, and gathers the experts of this rank only.
+    sizes = {}
+    for other in out["plans"]:
+        if other["stage"] == "10-expert-parallel":
+            assert other["gb"]["moments"] == one["gb"]["moments"]
+            sizes[other["flags"].split()[1]] = other["gb"]["copies"]
+    assert one["gb"]["copies"] > sizes["2"] > sizes["4"] > sizes["8"]
 
-@pytest.mark.parametrize("length", ["-s 0", "-s 999999", "-m nothing/here"])
-def test_a_mistake_ends_in_one_line(tmp_path, length):
+
+@pytest.mark.parametrize("mistake", ["-s 0", "-s 999999", "-m nothing/here"])
+def test_a_mistake_ends_in_one_line(tmp_path, mistake):
     folder = save_config(tmp_path / "m", "Qwen3-0.6B")
-    command = [sys.executable, ROOT / "plan.py", "-m", folder, *shlex.split(length)]
-    result = subprocess.run(command, capture_output=True, text=True, env=None)
+    command = [sys.executable, ROOT / "plan.py", "-m", folder, *shlex.split(mistake)]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode != 0
     assert "plan.py: error: " in result.stderr
     assert "Traceback" not in result.stderr

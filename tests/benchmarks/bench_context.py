@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import checkpoint
 from traps import CONTEXT_WRONGLY, exported_loss, run_context_wrongly
 
+import plan
+
 LENGTH = 1024  # tokens of the one sequence on which is counted
 FEW, MANY = 2, 4  # blocks of two models: what one block needs is their difference, halved
 KEY_VALUE_HEADS = (8, 2)
@@ -65,7 +67,7 @@ def on_a_group(ranks, function, *arguments):
         return json.loads(Path(folder, "result").read_text())
 
 
-def split_model(stage_name, config, dtype, checkpointing):
+def split_model(stage_name, config, dtype, checkpointing, compiled=False):
     """A model, split as a stage splits it over all processes, and a function: tokens to loss."""
     stage = load(stage_name)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -82,6 +84,8 @@ def split_model(stage_name, config, dtype, checkpointing):
     for block in model.model.layers if checkpointing else ():
         again = {"use_reentrant": False, "preserve_rng_state": False}
         block.forward = partial(checkpoint, block.forward, **again)
+    for block in model.model.layers if compiled else ():
+        block.forward = torch.compile(block.forward, dynamic=False)
 
     def loss(ids):
         return stage.loss_sum(model, ids, ids, stage.sum_cross_entropy, *more)
@@ -105,12 +109,12 @@ def is_mask(tensor, ranks):
     return tensor.ndim >= 2 and tuple(tensor.shape[-2:]) in shapes and of_one_head
 
 
-def kept(key_value_heads, layers, dtype, checkpointing):
+def kept(key_value_heads, layers, dtype, checkpointing, compiled):
     """Bytes that autograd keeps of a forward pass on this rank, without parameters and masks."""
     ranks = dist.get_world_size()
     config = llama(key_value_heads, layers)
     stage = STAGE_09 if ranks > 1 else STAGE_03
-    _, model, loss = split_model(stage, config, DTYPES[dtype], checkpointing)
+    _, model, loss = split_model(stage, config, DTYPES[dtype], checkpointing, compiled)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
 
@@ -125,8 +129,9 @@ def kept(key_value_heads, layers, dtype, checkpointing):
     return sum(storage.nbytes() for storage in saved.values())
 
 
-def kept_of_a_block(key_value_heads, dtype, checkpointing):
-    more, less = (kept(key_value_heads, n, dtype, checkpointing) for n in (MANY, FEW))
+def kept_of_a_block(key_value_heads, dtype, checkpointing, compiled=False):
+    how = (dtype, checkpointing, compiled)
+    more, less = (kept(key_value_heads, layers, *how) for layers in (MANY, FEW))
     return (more - less) / (MANY - FEW)
 
 
@@ -156,7 +161,10 @@ def memory():
         for ranks in (2, 4):
             formula = whole / ranks
             if checkpointing == "False":
-                formula += LENGTH * scale.context_addend(config, ranks, size)
+                output = config.num_attention_heads * config.head_dim
+                keys_and_values = 2 * config.num_key_value_heads * config.head_dim
+                more = keys_and_values * (1 - 1 / ranks) + output / ranks
+                formula += LENGTH * size * more
             row += [f"{counted[ranks][case] / 1e6:.3f}", f"{formula / 1e6:.3f}"]
         rows.append(row)
     head = ["dtype", "heads of keys and values, of 8", "checkpointing", "stage 03, MB"]
@@ -167,12 +175,19 @@ def memory():
 # The longest sequence
 
 
-def longest(name, ranks, checkpointing):
+def parts_of_a_peak(model, length, ranks, recompute):
+    """Bytes on each of 8 GPUs, with one sequence of `length` tokens in a context group."""
+    split = plan.Split(STAGE_09, shards=8, context_size=ranks)
+    return scale.memory(model, length, recompute, split)
+
+
+def longest(name, ranks, recompute):
     """The longest sequence that fits in 80 GB, a multiple of 256, and its parts in bytes."""
     limit, step = 80e9, 256
+    model = scale.model_of(name, step)
 
     def total(length):
-        return scale.context_sizes(name, 8, length, ranks, checkpointing)["total"]
+        return sum(parts_of_a_peak(model, length, ranks, recompute).values())
 
     low, high = 0, 1
     while total(high * step) < limit:
@@ -180,29 +195,26 @@ def longest(name, ranks, checkpointing):
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if total(middle * step) < limit else (low, middle)
-    return low * step, scale.context_sizes(name, 8, low * step, ranks, checkpointing)
+    return low * step, parts_of_a_peak(model, low * step, ranks, recompute)
 
 
 def sequences():
-    """The longest sequence in the memory of 8 GPUs of 80 GB, on paper.
-
-    The parts are not all there at once: the logits are freed before a block is computed again."""
+    """The longest sequence in the memory of 8 GPUs of 80 GB, on paper."""
     rows = []
     for name, label in (("Llama-3.2-1B", "Llama-3.2-1B"), ("Llama-3-8B", "Llama-3.1-8B")):
-        for checkpointing in (False, True):
+        model = scale.model_of(name, 256)
+        for recompute in (False, True):
             for ranks in (1, 2, 4, 8):
-                length, parts = longest(name, ranks, checkpointing)
-                row = [label, "yes" if checkpointing else "no", ranks, f"{length:,}"]
-                sizes = ("state", "gathered", "logits", "last norm", "kept", "again")
-                sizes += ("keys and values", "total")
-                row += [f"{parts[size] / 1e9:.1f}" for size in sizes]
-                at_128k = scale.context_sizes(name, 8, 131072, ranks, checkpointing)["total"]
+                length, parts = longest(name, ranks, recompute)
+                row = [label, "yes" if recompute else "no", ranks, f"{length:,}"]
+                state = parts["parameters"] + parts["gradients"] + parts["moments"]
+                sizes = [state, parts["copies"], parts["activations"], parts["logits"]]
+                row += [f"{size / 1e9:.1f}" for size in (*sizes, sum(parts.values()))]
+                at_128k = sum(parts_of_a_peak(model, 131072, ranks, recompute).values())
                 rows.append([*row, f"{at_128k / 1e9:.1f}"])
-    head = ["8 GPUs of 80 GB", "checkpointing", "C", "longest sequence, tokens", "state, GB"]
-    head += ["gathered parameters", "logits and their gradient", "last norm"]
-    head += ["activations that are kept", "those of a block computed again"]
-    head += ["of both, keys and values", "peak"]
-    report("context-longest", [*head, "peak with 131,072 tokens"], rows)
+    head = ["8 GPUs of 80 GB", "checkpointing", "C", "longest sequence, tokens"]
+    head += ["at the peak: state, GB", "gathered parameters and their gradients", "activations"]
+    report("context-longest", [*head, "logits", "all", "all with 131,072 tokens"], rows)
 
 
 # What a rank receives

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
+import plan
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CPU = torch.device("cpu")
 BATCH = 4  # sequences of a micro-batch, the default
@@ -115,10 +117,10 @@ def state():
         config = tiny(**sizes)
         found = on_a_group(ranks, state_of_ranks, stage, config, expert_size, dimension)
         whole, of_experts = zip(*found, strict=True)
-        n = scale.parameters(config)[0]
+        n = plan.sizes_of(config, 256).number
         row = [f"stage {stage[:2]}" + ("" if dimension is None else ", always dimension 0")]
         row += [config.num_local_experts, ranks, expert_size if stage == STAGE_10 else "–"]
-        row += [f"{scale.state_bytes(n, ranks) / 1e3:,.1f}"]
+        row += [f"{16 * n / ranks / 1e3:,.1f}"]
         row += [f"{size / 1e3:,.1f}" for size in (max(whole), min(whole))]
         row += [f"{size / 1e3:,.1f}" for size in (max(of_experts), min(of_experts))]
         rows.append(row)

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import scale
 import torch
 import transformers
 from bench_common import (
@@ -29,6 +28,8 @@ from bench_common import (
 )
 from bench_speed import run_peer, run_stage, setting
 from torch.autograd import DeviceType
+
+import plan
 
 SECONDS = 500  # after which no run begins: each takes about a minute
 LLAMA, QWEN = "Llama-3.2-1B, 2048 tokens", "Qwen3-0.6B, 2048 tokens"
@@ -164,10 +165,11 @@ def measure(name, runs, processes, on_one=()):
         row.append(f"{result['throughput/mfu']:.1%}" if "throughput/mfu" in result else "–")
         row.append(f"{result['memory/peak_allocated_gb']:.1f}")
         formula = "–"
-        if stage == STAGE_01:
+        if stage == STAGE_01 and "--no-compile" not in flags:
             tokens = how["batch_size"] * how["seq_length"]
-            checkpointing = "--activation-checkpointing" in flags
-            parts = scale.one_device(config, tokens, checkpointing, "--no-compile" not in flags)
+            sizes = plan.sizes_of(config, how["seq_length"])
+            recompute = "--activation-checkpointing" in flags
+            parts = plan.memory_of_a_whole_copy(sizes, tokens, recompute).values()
             formula = f"{sum(parts) / 1e9:.1f}"
         rows.append([*row, formula])
         head = ["model", "stage", "flags", "GPUs", "tokens/s", "a GPU, the first row = 1", "MFU"]

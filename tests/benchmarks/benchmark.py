@@ -44,9 +44,10 @@ on one machine, contenders in turn.
 import sys
 from pathlib import Path
 
-# When this is started as a script: where conftest.py is, and what is in tests/support.
+# When this is started as a script: where conftest.py is, what is in tests/support, and plan.py.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
+sys.path.insert(3, str(Path(__file__).resolve().parents[2]))
 
 import bench_compression
 import bench_context

@@ -540,11 +540,11 @@ def answer(model, args, plans):
     fitting = [one for one in best.values() if one["fits"]]
     if fitting:
         print(table(fitting, args))
-    for one in best.values():
-        if not one["fits"]:
-            of_stage = [other for other in plans if other["stage"] == one["stage"]]
-            smallest = min(of_stage, key=lambda other: other["total_gb"])
-            total, how = smallest["total_gb"], f"{smallest['stage']} {smallest['flags']} -b 1"
+    for stage in dict.fromkeys(one["stage"] for one in plans):
+        of_stage = [one for one in plans if one["stage"] == stage]
+        if not any(one["fits"] for one in of_stage):
+            smallest = min(of_stage, key=lambda one: one["total_gb"])
+            total, how = smallest["total_gb"], f"{stage} {smallest['flags']} -b 1"
             print(f"does not fit: {how} needs {total:.1f} GB, {total - planned:.1f} too many")
     if not model.is_known:
         print(f"The activations of {model.config.model_type} are not known, and they come on top.")

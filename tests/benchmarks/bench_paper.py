@@ -27,7 +27,7 @@ FINE_TUNED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "
 
 
 def on_paper():
-    what_fits()
+    report("fits", *what_fits())
     memory_of_shards()
     steps_of_replicas()
     split_over_a_group()
@@ -35,25 +35,26 @@ def on_paper():
 
 
 def what_fits():
-    """The table of GUIDE.md: the fastest stage that fits, with sequences of 4096 tokens."""
+    """The table of GUIDE.md: the fastest stage that fits, with sequences of 4096 tokens. The GPUs
+    are CARDS."""
     rows = []
     for number, (gpus, nodes) in GPUS_AND_NODES.items():
         for card in CARDS:
-            row = [f"{number} × {card}, {plan.GPUS[card][0]} GB"]
+            row = [f"{number} × {plan.GPUS[card][0]} GB"]
             for name in FINE_TUNED:
                 flags = ["--gpu", card, "--gpus", str(gpus), "--nodes", str(nodes), "-s", "4096"]
                 args = plan.parse_args(flags)
                 best = plan.plans_of(scale.model_of(name, args.seq_length), args)[0]
                 row.append(short(best) if best["fits"] else "–")
             rows.append(row)
-    report("fits", ["", *FINE_TUNED], rows)
+    return ["GPUs", *FINE_TUNED], rows
 
 
 def short(best):
     """The number of a stage, and c with activation checkpointing, o with offloading."""
     letters = "c" * ("--activation-checkpointing" in best["flags"])
     letters += "o" * ("--cpu-offload" in best["flags"])
-    return f"{best['stage'][:2]} {letters}".strip()
+    return best["stage"][:2] + letters
 
 
 def memory_of_shards():

@@ -26,24 +26,44 @@ TOLERANCE = {"bf16-parameters": 0.15, "initialisation": 0.1, "dct-truncation": 0
 TOLERANCE |= {"pipeline-parallel": 0.2, "join": 2.0}
 
 
-def test_the_tables_are_made_again(tmp_path):
-    """`join` waits for most of its time, so it runs beside the others."""
+def make(name, folder):
+    """What traps.py prints."""
+    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "traps.py"), name]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    how |= {"env": environment(MEASURED=str(tmp_path)), "start_new_session": True}
-    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "traps.py")]
-    started = [subprocess.Popen([*command, name], **how) for name in ("join", "all")]
-    for result in [finish(process, timeout=1200) for process in started]:
-        assert result.returncode == 0, f"{result.out}\n{result.err}"
-    made = {path.stem.removeprefix("trap-") for path in tmp_path.iterdir()}
-    assert made == set(traps.TRAPS)
-    for name in made:
-        new, old = ((folder / f"trap-{name}.md").read_text() for folder in (tmp_path, STORED))
-        assert re.sub(NUMBER, "N", new) == re.sub(NUMBER, "N", old), f"{new}\n{old}"
-        if not SAME_TEXT and name in ON_DEFAULT_DATA:
-            continue
-        pairs = zip(re.findall(NUMBER, new), re.findall(NUMBER, old), strict=True)
-        for one, other in pairs:
-            digits = len(other.partition("e")[0].partition(".")[2])
-            absolute = 0 if "e" in other else 2 * 10**-digits
-            relative = TOLERANCE.get(name, 0.05)
-            assert float(one) == pytest.approx(float(other), rel=relative, abs=absolute), new
+    how |= {"env": environment(MEASURED=str(folder)), "start_new_session": True}
+    result = finish(subprocess.Popen(command, **how), timeout=1200)
+    assert result.returncode == 0, f"{result.out}\n{result.err}"
+    return result.out
+
+
+def compare(name, new, old):
+    assert re.sub(NUMBER, "N", new) == re.sub(NUMBER, "N", old), f"{new}\n{old}"
+    if not SAME_TEXT and name in ON_DEFAULT_DATA:
+        return
+    pairs = zip(re.findall(NUMBER, new), re.findall(NUMBER, old), strict=True)
+    for one, other in pairs:
+        digits = len(other.partition("e")[0].partition(".")[2])
+        absolute = 0 if "e" in other else 2 * 10**-digits
+        relative = TOLERANCE.get(name, 0.05)
+        assert float(one) == pytest.approx(float(other), rel=relative, abs=absolute), new
+
+
+@pytest.mark.parametrize("name", [name for name in traps.TRAPS if name != "lines"])
+def test_a_table_is_made_again(tmp_path, name):
+    make(name, tmp_path)
+    new, old = ((folder / f"trap-{name}.md").read_text() for folder in (tmp_path, STORED))
+    compare(name, new, old)
+
+
+@pytest.mark.parametrize("number", sorted({stage[:2] for stage, *_ in traps.LINES}))
+def test_the_lines_of_a_stage_are_made_again(tmp_path, number):
+    """They are those rows of the stored table that begin with its number, or follow one."""
+    stored = [line for line in (STORED / "trap-lines.md").read_text().splitlines() if "|" in line]
+    old, is_own = stored[:2], False
+    for row in stored[2:]:
+        if not row.startswith("|  |"):
+            is_own = row.startswith(f"| {number}, ")
+        if is_own:
+            old.append(row)
+    new = make(f"lines-{number}", tmp_path)
+    compare("lines", new.strip(), "\n".join(old))

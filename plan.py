@@ -370,17 +370,22 @@ def memory_with_fsdp(model, part, tokens, recompute, split, num_micro_batches):
 
 
 def memory_of_a_pipeline(model, tokens, recompute, split, num_micro_batches):
-    """Stage 08: that of the pipeline stage that needs most. Pipeline stage s keeps the activations
-    of up to num_stages - s micro-batches. The first one has the embeddings, and the last one the
-    output layer."""
-    of_stages = []
-    for s, num_blocks in enumerate(blocks_of_pipeline_stages(model, split.num_stages)):
-        is_last = s == split.num_stages - 1
+    """Stage 08: that of the pipeline stage that needs most."""
+    parts = parts_of_a_pipeline(model, split.num_stages, num_micro_batches)
+    return largest(memory_with_fsdp(model, part, tokens, recompute, split, 1) for part in parts)
+
+
+def parts_of_a_pipeline(model, num_stages, num_micro_batches):
+    """Pipeline stage s keeps the activations of up to num_stages - s micro-batches. The first one
+    has the embeddings, and the last one the output layer."""
+    parts = []
+    for s, num_blocks in enumerate(blocks_of_pipeline_stages(model, num_stages)):
+        is_last = s == num_stages - 1
         root = model.config.vocab_size * model.config.hidden_size if s == 0 or is_last else 0
-        in_flight = min(split.num_stages - s, num_micro_batches)
-        part = Part(num_blocks, num_blocks * model.in_largest_block, root, is_last, in_flight)
-        of_stages.append(memory_with_fsdp(model, part, tokens, recompute, split, 1))
-    return largest(of_stages)
+        in_flight = min(num_stages - s, num_micro_batches)
+        in_blocks = num_blocks * model.in_largest_block
+        parts.append(Part(num_blocks, in_blocks, root, is_last, in_flight))
+    return parts
 
 
 def blocks_of_pipeline_stages(model, num_stages):
@@ -450,8 +455,7 @@ def time_of_a_step(model, args, split, recompute, batch_size, num_micro_batches)
     n, m, world = model.number, num_micro_batches, args.gpus * args.nodes
     hidden_states = BF16 * batch_size * args.seq_length * model.config.hidden_size
     shards, passes = split.shards, 3 if recompute else 2
-    # FSDP gathers blocks twice and the root once, and scatters gradients.
-    within = m * (BF16 * (model.in_blocks + n) + FP32 * n) / split.tensor_size
+    within = m * sent_by_fsdp(model.in_blocks, model.in_root) / split.tensor_size
     between = exposed = 0
     idle = 1
     if split.stage == "02-ddp":
@@ -469,14 +473,14 @@ def time_of_a_step(model, args, split, recompute, batch_size, num_micro_batches)
         keys_and_values = 2 * BF16 * batch_size * args.seq_length * kv
         exposed = m * passes * model.num_blocks * keys_and_values * (1 - 1 / split.context_size)
     if split.num_stages > 1:
-        most = max(blocks_of_pipeline_stages(model, split.num_stages)) * model.in_largest_block
-        within = m * (2 * BF16 + FP32) * most
+        parts = parts_of_a_pipeline(model, split.num_stages, m)
+        within = m * max(sent_by_fsdp(part.in_blocks, part.in_root) for part in parts)
         exposed = 2 * m * hidden_states
         idle = (m + split.num_stages - 1) / m
     within *= 1 - 1 / shards
     if split.expert_size > 1:
         elsewhere = 1 - 1 / split.expert_size  # the share of the experts
-        within -= m * (2 * BF16 + FP32) * model.num_blocks * model.in_experts * elsewhere
+        within -= m * sent_by_fsdp(model.num_blocks * model.in_experts * elsewhere, 0)
         rows = 2 * passes * model.experts_per_token * hidden_states
         exposed = m * model.num_blocks * rows * elsewhere
     sent = {"FSDP": within, "averages": between, "group": exposed}
@@ -504,6 +508,12 @@ def time_of_a_step(model, args, split, recompute, batch_size, num_micro_batches)
     }
     in_order = seconds["computation"] + seconds["group"]
     return sent, seconds, idle * max(in_order, seconds["FSDP"], seconds["averages"])
+
+
+def sent_by_fsdp(in_blocks, in_root):
+    """Bytes for a micro-batch, with very many ranks: blocks are gathered twice and the root once,
+    in bf16, and the gradients of both are scattered in fp32."""
+    return (2 * BF16 + FP32) * in_blocks + (BF16 + FP32) * in_root
 
 
 # What is printed

@@ -46,7 +46,7 @@ LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --
 LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
 LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
 LAUNCHERS += " --index-url --picture --additional-suffix --signals-to-handle --mem --time"
-for program in ("prepare.py", "compare.py", "read.py", "05-multinode/submit.py"):
+for program in ("plan.py", "prepare.py", "compare.py", "read.py", "05-multinode/submit.py"):
     LAUNCHERS += " " + " ".join(re.findall(r'"(--[a-z-]+)"', (ROOT / program).read_text()))
 
 

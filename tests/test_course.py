@@ -47,7 +47,8 @@ LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-end
 LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
 LAUNCHERS += " --index-url --picture --additional-suffix --signals-to-handle --mem --time"
 for program in ("plan.py", "prepare.py", "compare.py", "read.py", "05-multinode/submit.py"):
-    LAUNCHERS += " " + " ".join(re.findall(r'"(--[a-z-]+)"', (ROOT / program).read_text()))
+    parser = (ROOT / program).read_text().rpartition("ArgumentParser(")[2]
+    LAUNCHERS += " " + " ".join(re.findall(r'"(--[a-z-]+)"', parser))
 
 
 def stage_of(name):

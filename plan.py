@@ -1,4 +1,4 @@
-"""Which stages fit a model on your GPUs, how long a step takes, and the command that starts it.
+"""Finds the stages that fit a model on your GPUs, and prints the command of the fastest.
 
     python plan.py -m Qwen/Qwen3-0.6B --gpu-memory 24
     python plan.py -m Qwen/Qwen3-8B --gpu H100 --gpus 8 -s 4096 --tokens 1e9
@@ -6,9 +6,9 @@
 
 Only the config of the model is read. Memory is computed for the defaults of the scripts on a GPU,
 bf16 and compiled blocks, by formulas that chapters 01, 03, 07, 08 and 09 derive. They hold for
-models with the blocks of Llama, Mistral, Qwen2 and Qwen3. Of other models the state and the logits
-are known, but not the activations. Times are estimates: a share of the GPU's peak (--peak-share),
-and links at their usual speed.
+models with the blocks of Llama, Mistral, Qwen2 and Qwen3. For other models, only the state and the
+logits are known. Speeds are estimates: a share of the GPU's peak (--peak-share), and links at their
+usual speed.
 """
 
 import argparse
@@ -26,15 +26,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logs_and_checkpoints import EXPERTS_PER_TOKEN, fail, flops_per_token, peak_flops
 
-PCIE = 64  # GB/s in each direction of PCIe 5.0, of which version 4.0 has half
-# GB of a GPU, and GB/s at which it sends to another GPU of its machine: by NVLink in the first
-# line, by PCIe in the others. Sources: NVIDIA's data sheets.
-GPUS = {"H100": (80, 450), "H200": (141, 450), "B200": (180, 900), "A100": (80, 300)}
-GPUS |= {"L40S": (48, PCIE / 2), "L4": (24, PCIE / 2), "A10": (24, PCIE / 2)}
-GPUS |= {"RTX 3090": (24, PCIE / 2), "RTX 4090": (24, PCIE / 2), "RTX 5090": (32, PCIE)}
+# GB of a GPU; GB/s at which it sends to another GPU of its machine, by NVLink or, from L40S on, by
+# PCIe x16; and its share of the network of a usual machine, in Gbit/s. A GB is 1e9 bytes. Sources:
+# NVIDIA's data sheets.
+GPUS = {"H100": (80, 450, 400), "H200": (141, 450, 400), "B200": (180, 900, 400)}
+GPUS |= {"A100": (80, 300, 200)}
+GPUS |= {"L40S": (48, 32, 12.5), "L4": (24, 32, 12.5), "A10": (24, 32, 12.5)}
+GPUS |= {"RTX 3090": (24, 32, 12.5), "RTX 4090": (24, 32, 12.5), "RTX 5090": (32, 64, 12.5)}
 # The share of a link's speed that collectives reach.
 LINK_SHARE = 0.8
-# The share of a GPU's memory that is planned with. On an H100 the peaks of what PyTorch's tensors
+# The share of a GPU's memory that plans may use. On an H100 the peaks of what PyTorch's tensors
 # use were at most 0.1 GB above the formulas in stage 01 (outputs/measured/gpu.md). CUDA and its
 # libraries, buffers of NCCL, and what the allocator holds without using it come on top.
 MEMORY_SHARE = 0.9
@@ -47,11 +48,11 @@ BF16, FP32 = 2, 4  # bytes
 class Model:
     """The sizes of a model, in numbers of parameters.
 
-    If it is a mixture of experts, `in_experts` are those of the experts of a block, of which there
-    are `num_experts`. A token uses `experts_per_token`."""
+    In a mixture of experts, a block has `num_experts` experts, with `in_experts` parameters in all,
+    of which a token uses `experts_per_token` experts."""
 
     config: transformers.PretrainedConfig
-    number: int
+    num_parameters: int
     in_blocks: int
     in_largest_block: int
     num_blocks: int
@@ -62,8 +63,8 @@ class Model:
 
     @property
     def in_root(self):
-        """Those outside the blocks, such as the embeddings."""
-        return self.number - self.in_blocks
+        """Parameters outside the blocks, such as the embeddings."""
+        return self.num_parameters - self.in_blocks
 
     @property
     def is_known(self):
@@ -73,7 +74,7 @@ class Model:
 
 @dataclass
 class Split:
-    """How a stage divides a model and its data over the GPUs.
+    """How a stage divides a model and its data over the ranks, which have a GPU each.
 
     `shards` are the ranks among which FSDP divides the state. The ranks of a tensor group, a
     context group or a pipeline share their sequences."""
@@ -144,7 +145,7 @@ def load_model(args):
         args.from_scratch = args.from_scratch or is_config_alone
     longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
     args.seq_length = args.seq_length or min(1024, longest)
-    if args.seq_length > longest:
+    if not 2 <= args.seq_length <= longest:
         fail(f"--seq-length {args.seq_length}: {name} takes from 2 to {longest} tokens")
 
     model = sizes_of(config, args.seq_length)
@@ -159,25 +160,31 @@ def sizes_of(config, seq_length):
         model = transformers.AutoModelForCausalLM.from_config(config)
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    in_largest = max(sizes, default=0)
-    flops = flops_per_token(model, seq_length)
-    number = model.num_parameters()
-    return Model(config, number, sum(sizes), in_largest, len(blocks), flops, *experts(model))
+    return Model(
+        config=config,
+        num_parameters=model.num_parameters(),
+        in_blocks=sum(sizes),
+        in_largest_block=max(sizes, default=0),
+        num_blocks=len(blocks),
+        flops_per_token=flops_per_token(model, seq_length),
+        **experts_of(model),
+    )
 
 
-def experts(model):
-    """Parameters of the experts of a block, their number, and how many a token uses, if stage 10
-    can split them: then their parameters have the experts in dimension 0."""
-    found = [
-        module
-        for module in model.modules()
-        if hasattr(module, "has_gate") and len(next(module.parameters())) == module.num_experts
-    ]
-    if not found:
-        return 0, 0, 0
-    in_experts = sum(p.numel() for p in found[0].parameters())
-    per_token = next(n for n in EXPERTS_PER_TOKEN.split() if hasattr(model.config, n))
-    return in_experts, found[0].num_experts, getattr(model.config, per_token)
+def experts_of(model):
+    """The fields of `Model` for a mixture whose experts stage 10 can split: their parameters have
+    the experts in dimension 0."""
+    per_token = [name for name in EXPERTS_PER_TOKEN.split() if hasattr(model.config, name)]
+    for module in model.modules():
+        if hasattr(module, "has_gate") and per_token:
+            parameters = list(module.parameters())
+            if all(len(parameter) == module.num_experts for parameter in parameters):
+                return {
+                    "in_experts": sum(parameter.numel() for parameter in parameters),
+                    "num_experts": module.num_experts,
+                    "experts_per_token": getattr(model.config, per_token[0]),
+                }
+    return {}
 
 
 # What can be run, and the best of it
@@ -188,8 +195,9 @@ def plans_of(model, args):
     if args.global_batch_size is None:  # a micro-batch of about 4096 tokens for each GPU
         sequences = args.gpus * args.nodes * max(1, 4096 // args.seq_length)
         args.global_batch_size = max(8, sequences)
-    ways = (False, True) if model.is_known else (True,)  # with activation checkpointing
-    plans = [plan(model, args, split, again) for split in splits(model, args) for again in ways]
+    # If the activations are not known, only plans with activation checkpointing are made.
+    recompute = (False, True) if model.is_known else (True,)
+    plans = [plan(model, args, split, how) for split in splits(model, args) for how in recompute]
     return sorted(plans, key=lambda one: (not one["fits"], slowness(one)))
 
 
@@ -215,7 +223,7 @@ def splits(model, args):
             yield Split("10-expert-parallel", flags, world, expert_size=size)
         if not model.is_known:
             continue
-        if size <= args.gpus and model.config.num_key_value_heads % size == 0:
+        if args.gpus % size == 0 and model.config.num_key_value_heads % size == 0:
             flags = ("--tensor-size", size)
             yield Split("07-tensor-parallel", flags, world // size, tensor_size=size)
         if size <= model.num_blocks:
@@ -228,29 +236,31 @@ def splits(model, args):
 def plan(model, args, split, recompute):
     """The fastest micro-batch that fits, or that of one sequence if none does, as a dict."""
     ranks = args.gpus * args.nodes // split.ranks_of_a_sequence
-    share = math.ceil(args.global_batch_size / ranks)
+    sequences = math.ceil(args.global_batch_size / ranks)  # of a rank, in a step
 
     def memory(batch_size):
-        how = batch_size * args.seq_length, recompute
+        tokens, num_micro_batches = batch_size * args.seq_length, math.ceil(sequences / batch_size)
         if split.stage in ("01-single-gpu", "02-ddp"):
-            return memory_of_a_whole_copy(model, *how)
-        num_micro_batches = math.ceil(share / batch_size)
+            return memory_of_a_whole_copy(model, tokens, recompute)
         if split.num_stages > 1:
-            return memory_of_a_pipeline(model, *how, split, num_micro_batches)
+            return memory_of_a_pipeline(model, tokens, recompute, split, num_micro_batches)
         whole = Part(model.num_blocks, model.in_blocks, model.in_root)
-        return memory_with_fsdp(model, whole, *how, split, num_micro_batches)
+        return memory_with_fsdp(model, whole, tokens, recompute, split, num_micro_batches)
 
     def time(batch_size):
-        num_micro_batches = math.ceil(share / batch_size)
-        return time_of_a_step(model, args, split, recompute, batch_size, num_micro_batches)
+        return time_of_a_step(model, args, split, recompute, batch_size, sequences)
 
-    largest_batch_size = 0
+    # Fewer micro-batches can need less memory than many, so each size is tried.
+    sizes = [size for size in range(sequences, 0, -1) if fits(memory(size), args)]
+    largest_batch_size = max(sizes, default=0)
     while largest_batch_size < 1024 and fits(memory(largest_batch_size + 1), args):
         largest_batch_size += 1
-    sizes = range(max(1, min(largest_batch_size, share)), 0, -1)
-    batch_size = min(sizes, key=lambda size: time(size)[2] or 0)  # the largest of equal ones
+    batch_size = min(sizes or [1], key=lambda size: time(size)[2] or 0)  # the largest of equal ones
+    # Micro-batches of equal size.
+    batch_size = math.ceil(sequences / math.ceil(sequences / batch_size))
     if not model.is_known:
         batch_size = 1
+
     parts = memory(batch_size)
     sent, seconds_of, seconds = time(batch_size)
     flags = [*split.flags, *(["--activation-checkpointing"] if recompute else [])]
@@ -258,14 +268,15 @@ def plan(model, args, split, recompute):
     result = {
         "stage": split.stage,
         "flags": " ".join(map(str, flags)),
-        "fits": largest_batch_size > 0,
+        "fits": bool(sizes),
         "batch_size": batch_size,
         "largest_batch_size": largest_batch_size,
         "gb": {name: size / 1e9 for name, size in parts.items()},
         "total_gb": sum(parts.values()) / 1e9,
         "sent_gb": sum(sent.values()) / 1e9,
         "tokens_per_second": tokens_per_second,
-        "seconds": seconds_of,
+        "seconds": seconds,
+        "seconds_of": seconds_of,
         "command": command(args, split.stage, batch_size, flags),
     }
     if not model.is_known:
@@ -282,7 +293,8 @@ def slowness(one):
     if one["tokens_per_second"]:
         return 0, -one["tokens_per_second"]
     offload = "--cpu-offload" in one["flags"]
-    return 1, offload, one["stage"] >= "07", "--activation-checkpointing" in one["flags"]
+    is_simple = one["stage"] in ("01-single-gpu", "02-ddp", "03-fsdp", "05-multinode")
+    return 1, offload, not is_simple, "--activation-checkpointing" in one["flags"]
 
 
 def command(args, stage, batch_size, flags):
@@ -304,27 +316,29 @@ def command(args, stage, batch_size, flags):
     return shlex.join(map(str, [*start, *given, *flags]))
 
 
-# Memory of the rank that needs most, in bytes, by part. `tokens` are those of a micro-batch, which
-# the ranks of a sequence share. With `recompute`, activation checkpointing, blocks keep only their
-# input, and compute the rest again.
+# Memory of the rank that needs most, in bytes, by part. `tokens` are those of a micro-batch, before
+# a tensor group or a context group divides them. With `recompute`, activation checkpointing, a
+# block keeps only its input, and is computed again in the backward pass.
 
 
 def memory_of_a_whole_copy(model, tokens, recompute):
     """Stages 01 and 02. Autocast makes bf16 copies of the weights. If blocks are computed again, it
     makes them for each block anew. Then the peak is at the loss or in a block."""
-    config, n = model.config, model.number
+    config, n = model.config, model.num_parameters
     state = {"parameters": FP32 * n, "gradients": FP32 * n, "moments": 2 * FP32 * n}
     logits = tokens * bytes_of_logits(config)
+    output_layer = BF16 * config.vocab_size * config.hidden_size
     if not model.is_known:
-        return state | {"copies": 0, "activations": 0, "logits": logits}
+        return state | {"copies": output_layer, "activations": 0, "logits": logits}
 
     block = tokens * bytes_of_an_autocast_block(config)
-    last_norm = tokens * 10 * config.hidden_size
+    # The input of the last norm and that divided by its size, in fp32, and the output in bf16.
+    last_norm = tokens * (2 * FP32 + BF16) * config.hidden_size
     if not recompute:
+        copies = BF16 * model.in_blocks + output_layer
         activations = model.num_blocks * block + last_norm
-        return state | {"copies": BF16 * n, "activations": activations, "logits": logits}
+        return state | {"copies": copies, "activations": activations, "logits": logits}
     inputs = tokens * model.num_blocks * FP32 * config.hidden_size
-    output_layer = BF16 * config.vocab_size * config.hidden_size
     of_a_block = BF16 * model.in_largest_block
     at_the_loss = {"copies": output_layer, "activations": inputs + last_norm, "logits": logits}
     in_a_block = {"copies": of_a_block, "activations": inputs + block, "logits": 0}
@@ -434,7 +448,8 @@ def head_dim(config):
 def bytes_of_logits(config, tensor_size=1):
     """Logits and their gradient in bf16, for each token: the loss is compiled. A tensor group that
     splits them has the logits in bf16 and two tensors of their size in fp32."""
-    return (10 if tensor_size > 1 else 4) * config.vocab_size / tensor_size
+    of_a_logit = BF16 + 2 * FP32 if tensor_size > 1 else 2 * BF16
+    return of_a_logit * config.vocab_size / tensor_size
 
 
 def bytes_of_last_norm(config, tensor_size=1):
@@ -445,74 +460,101 @@ def bytes_of_last_norm(config, tensor_size=1):
 # Communication and time
 
 
-def time_of_a_step(model, args, split, recompute, batch_size, num_micro_batches):
+def time_of_a_step(model, args, split, recompute, batch_size, sequences):
     """Bytes that a GPU sends in a step for FSDP, for averages between machines, and to the ranks of
     a group, as a dict; the seconds of each of these and of the computation, as a dict; and those of
-    the step. Seconds are None if the speed of the GPU is not known.
+    the step. Seconds are None if the speed of the GPU is not known. `sequences` are those of a rank
+    or of the ranks that share them.
 
     Computation, the communication of FSDP and averages between machines overlap, so the longest of
     them counts. While the ranks of a group send each other something, they compute nothing."""
-    n, m, world = model.number, num_micro_batches, args.gpus * args.nodes
+    n, m = model.num_parameters, math.ceil(sequences / batch_size)
     hidden_states = BF16 * batch_size * args.seq_length * model.config.hidden_size
     shards, passes = split.shards, 3 if recompute else 2
-    within = m * sent_by_fsdp(model.in_blocks, model.in_root) / split.tensor_size
-    between = exposed = 0
-    idle = 1
+    fsdp = m * sent_by_fsdp(model.in_blocks, model.in_root) / split.tensor_size
+    averages = group = 0
+    idle = uneven = 1
     if split.stage == "02-ddp":
-        shards, within = world, 2 * FP32 * n
+        shards, fsdp = args.gpus, 2 * FP32 * n
     if split.keep_gathered:
-        within = (BF16 + FP32) * n
+        fsdp = (BF16 + FP32) * n
     if split.stage == "05-multinode":
-        replicas = world // shards
-        between = 2 * FP32 * n / shards * (replicas - 1) / replicas
+        replicas = args.gpus * args.nodes // shards
+        averages = 2 * FP32 * n / shards * (replicas - 1) / replicas
     if split.tensor_size > 1:
+        # In a block four forward and four backward, of which three are repeated to compute it
+        # again, and four at the embeddings and the output layer.
         collectives = (11 if recompute else 8) * model.num_blocks + 4
-        exposed = m * collectives * hidden_states * (1 - 1 / split.tensor_size)
+        group = m * collectives * hidden_states * (1 - 1 / split.tensor_size)
     if split.context_size > 1:
         kv = model.config.num_key_value_heads * head_dim(model.config)
         keys_and_values = 2 * BF16 * batch_size * args.seq_length * kv
-        exposed = m * passes * model.num_blocks * keys_and_values * (1 - 1 / split.context_size)
+        group = m * passes * model.num_blocks * keys_and_values * (1 - 1 / split.context_size)
     if split.num_stages > 1:
         parts = parts_of_a_pipeline(model, split.num_stages, m)
-        within = m * max(sent_by_fsdp(part.in_blocks, part.in_root) for part in parts)
-        exposed = 2 * m * hidden_states
+        fsdp = m * max(sent_by_fsdp(part.in_blocks, part.in_root) for part in parts)
+        group = 2 * m * hidden_states
         idle = (m + split.num_stages - 1) / m
-    within *= 1 - 1 / shards
+        work = [part.in_blocks + part.has_loss * part.in_root for part in parts]
+        uneven = max(work) * len(work) / sum(work)  # all wait for the one with most work
+    fsdp *= 1 - 1 / shards
     if split.expert_size > 1:
         elsewhere = 1 - 1 / split.expert_size  # the share of the experts
-        within -= m * sent_by_fsdp(model.num_blocks * model.in_experts * elsewhere, 0)
+        fsdp -= m * sent_by_fsdp(model.num_blocks * model.in_experts * elsewhere, 0)
         rows = 2 * passes * model.experts_per_token * hidden_states
-        exposed = m * model.num_blocks * rows * elsewhere
-    sent = {"FSDP": within, "averages": between, "group": exposed}
+        group = m * model.num_blocks * rows * elsewhere
+    sent = {"FSDP": fsdp, "averages": averages, "group": group}
 
     peak = peak_flops(args.gpu or "")
     if not peak or split.offload:
         return sent, None, None
-    flops = model.flops_per_token * args.global_batch_size * args.seq_length
-    _, to_another_gpu = GPUS[args.gpu]
-    usual = 400 * args.gpus if to_another_gpu > PCIE else 100
-    link = LINK_SHARE * to_another_gpu * 1e9
-    machine = LINK_SHARE * (args.network or usual) * 1e9 / 8
-    # A ring through the GPUs of several machines leaves each machine once. The GPUs of a tensor
-    # group are in as many rings, and so are those of an expert group with their experts.
-    rings = split.tensor_size * min(split.expert_size, args.gpus)
-    fsdp = min(link, machine / rings) if shards * split.tensor_size > args.gpus else link
-    group = min(link, machine) if split.context_size > args.gpus else link
-    if args.nodes > 1 and (split.num_stages > 1 or split.expert_size > args.gpus):
-        group = machine / args.gpus  # all GPUs of a machine send to other machines
+    flops = model.flops_per_token * sequences * args.seq_length / split.ranks_of_a_sequence
     seconds = {
-        "computation": (4 / 3 if recompute else 1) * flops / (world * peak * args.peak_share),
-        "group": exposed / group,
-        "FSDP": within / fsdp,
-        "averages": between / (machine / args.gpus),
+        "computation": (4 / 3 if recompute else 1) * uneven * flops / (peak * args.peak_share),
+        "group": group / speed_of_group(split, args),
+        "FSDP": fsdp / speed_of_fsdp(split, args),
+        "averages": averages / (speed_of_network(args) / args.gpus),
     }
     in_order = seconds["computation"] + seconds["group"]
     return sent, seconds, idle * max(in_order, seconds["FSDP"], seconds["averages"])
 
 
+# Bytes a second at which a GPU sends, and for the network, a machine.
+
+
+def speed_of_link(args):
+    return LINK_SHARE * GPUS[args.gpu][1] * 1e9
+
+
+def speed_of_network(args):
+    usual = GPUS[args.gpu][2] * args.gpus
+    return LINK_SHARE * (usual if args.network is None else args.network) * 1e9 / 8
+
+
+def speed_of_fsdp(split, args):
+    """A ring through the GPUs of several machines leaves each machine once. The GPUs of a tensor
+    group are in as many rings, and so are those of an expert group with their experts."""
+    if split.shards * split.tensor_size <= args.gpus:
+        return speed_of_link(args)
+    rings = split.tensor_size * min(split.expert_size, args.gpus)
+    return min(speed_of_link(args), speed_of_network(args) / rings)
+
+
+def speed_of_group(split, args):
+    """Between neighbors in a pipeline, or within a group."""
+    gpus, size = args.gpus, max(split.context_size, split.expert_size)
+    if args.nodes == 1 or split.num_stages == 1 and gpus % size == 0:
+        return speed_of_link(args)
+    if split.context_size > 1:  # a ring
+        return min(speed_of_link(args), speed_of_network(args))
+    # All GPUs of a machine send to other machines: rows those that do not stay in the machine.
+    leave = (size - gpus) / (size - 1) if size > gpus else 1
+    return min(speed_of_link(args), speed_of_network(args) / gpus / leave)
+
+
 def sent_by_fsdp(in_blocks, in_root):
-    """Bytes for a micro-batch, with very many ranks: blocks are gathered twice and the root once,
-    in bf16, and the gradients of both are scattered in fp32."""
+    """Bytes for a micro-batch, without the factor 1 - 1/S of S shards: blocks are gathered twice
+    and the root once, in bf16, and the gradients of both are reduce-scattered in fp32."""
     return (2 * BF16 + FP32) * in_blocks + (BF16 + FP32) * in_root
 
 
@@ -522,16 +564,18 @@ def sent_by_fsdp(in_blocks, in_root):
 def describe(model, args):
     return {
         "model": args.model_name,
-        "parameters": model.number,
+        "parameters": model.num_parameters,
         "activations_are_known": model.is_known,
+        "gpu": args.gpu,
         "gpus": args.gpus,
         "nodes": args.nodes,
         "gpu_memory_gb": args.gpu_memory,
         "planned_gb": MEMORY_SHARE * args.gpu_memory,
+        "peak_share": args.peak_share,
         "sequence_length": args.seq_length,
         "global_batch_size": args.global_batch_size,
-        "cpu_memory_of_rank_0_gb": 4 * model.number / 1e9,
-        "checkpoint_gb": 12 * model.number / 1e9,
+        "cpu_memory_of_rank_0_gb": FP32 * model.num_parameters / 1e9,
+        "checkpoint_gb": 3 * FP32 * model.num_parameters / 1e9,
     }
 
 
@@ -539,45 +583,51 @@ def answer(model, args, plans):
     """Prints what fits, what does not, and the command of the fastest plan."""
     gpus = f"{args.nodes} × {args.gpus}" if args.nodes > 1 else args.gpus
     planned = MEMORY_SHARE * args.gpu_memory
-    print(f"{args.model_name}: {model.number:,} parameters, {model.num_blocks} blocks")
-    print(f"{gpus} GPU(s) of {args.gpu_memory:g} GB, of which {planned:.1f} GB are planned with.")
+    print(f"{args.model_name}: {model.num_parameters:,} parameters, {model.num_blocks} blocks")
+    print(
+        f"{gpus} GPU(s) with {args.gpu_memory:g} GB each. Plans use up to {planned:.1f} GB of it."
+    )
     print("The rest is for CUDA, NCCL and what PyTorch's allocator holds without using it.")
     print(f"A step has {args.global_batch_size} sequences of {args.seq_length} tokens.\n")
 
     best = {}
     for one in plans:
-        best.setdefault((one["stage"], args.all and one["flags"]), one)
+        best.setdefault((one["stage"], one["flags"] if args.all else None), one)
     fitting = [one for one in best.values() if one["fits"]]
     if fitting:
         print(table(fitting, args))
+        print(legend(model, args))
     for stage in dict.fromkeys(one["stage"] for one in plans):
         of_stage = [one for one in plans if one["stage"] == stage]
         if not any(one["fits"] for one in of_stage):
             smallest = min(of_stage, key=lambda one: one["total_gb"])
             total, how = smallest["total_gb"], f"{stage} {smallest['flags']} -b 1"
-            print(f"does not fit: {how} needs {total:.1f} GB, {total - planned:.1f} too many")
-    if not model.is_known:
-        print(f"The activations of {model.config.model_type} are not known, and they come on top.")
-        print("Start with -b 1 and --activation-checkpointing, and look at memory/peak_gb.")
-    for one in fitting:
-        seconds = one["seconds"]
-        if seconds and seconds["averages"] == max(seconds.values()):
-            print(f"{one['stage']} waits for averages between machines: --compression int8 sends")
-            print("a quarter of their bytes (chapter 04).")
+            print(f"{how} needs {total:.1f} GB, which is {total - planned:.1f} GB too much.")
+    waiting = [one["stage"] for one in fitting if waits_for_averages(one)]
+    if waiting:
+        print(f"{waiting[0]} waits for averages between machines. With --compression int8 it sends")
+        print("a quarter of these bytes (chapter 04).")
     if not fitting:
         print(what_would_help(model, args))
         return
+
     first = fitting[0]
     print(f"\n{first['command']}\n")
-    whole = FP32 * model.number / 1e9
+    if args.nodes > 1:
+        print("Run this on every machine, with the address of the first one in place of HOST.")
+    whole = FP32 * model.num_parameters / 1e9
     print(f"CPU memory of rank 0, to load and to export: {whole:.1f} GB")
     if "--cpu-offload" in first["flags"]:
         print(f"CPU memory of the machine, for the state: {4 * whole:.1f} GB")
     print(f"disk, for each checkpoint: {3 * whole:.1f} GB")
 
 
+def waits_for_averages(one):
+    seconds = one["seconds_of"]
+    return seconds is not None and seconds["averages"] == max(seconds.values())
+
+
 def table(plans, args):
-    """In Markdown. "Copies" are weights in bf16, and gradients that have not been averaged yet."""
     head = ["stage", "flags", "-b", "largest -b", "state", "copies", "activations", "logits"]
     head += ["GB of a GPU", "GB sent in a step", "tokens/s", *(["hours"] if args.tokens else [])]
     rows = []
@@ -596,23 +646,46 @@ def table(plans, args):
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
+def legend(model, args):
+    """What the columns mean."""
+    lines = ["GB are those of the GPU that needs most, when it needs most: state (parameters,"]
+    lines += ["gradients and moments in fp32), copies (weights in bf16, and gradients that are not"]
+    lines += ["averaged yet), activations and logits."]
+    if not model.is_known:
+        kind = model.config.model_type
+        lines += [f"Activations of {kind} are not known and come on top, so a plan may not fit."]
+        lines += ["With -b 1 a run is slow: raise it while memory/peak_gb allows it."]
+    if args.gpu:
+        lines += [f"Speeds are estimates, with {args.peak_share:.0%} of the GPU's peak, and"]
+        lines += [f"{LINK_SHARE:.0%} of that of links. Those of --cpu-offload are not known."]
+    else:
+        lines += ["Speeds need --gpu. Without it, the order is a rule of thumb."]
+    return "\n".join(lines) + "\n"
+
+
 def what_would_help(model, args):
-    """Shorter sequences or more GPUs, whichever first makes something fit."""
-    given = vars(args).copy()
+    """The longest shorter sequence, and the smallest larger number of GPUs, with which some plan
+    fits."""
     found = []
-    for name in ("seq_length", "gpus"):
-        for _ in range(10):
-            value = getattr(args, name)
-            setattr(args, name, value // 2 if name == "seq_length" else value * 2)
-            if args.seq_length < 64:
-                break
-            every = [plan(model, args, split, 1) for split in splits(model, args)]
-            if any(one["fits"] for one in every):
-                flag = "-s" if name == "seq_length" else "--gpus"
-                found.append(f"{flag} {getattr(args, name)}")
-                break
-        vars(args).update(given)
-    return f"It would fit with {' or '.join(found)}." if found else "Shorter sequences do not help."
+    length = args.seq_length // 2
+    while length >= 64 and not any_fits(model, args, seq_length=length):
+        length //= 2
+    if length >= 64:
+        found.append(f"-s {length}")
+    gpus, nodes = args.gpus, args.nodes
+    while gpus * nodes < 1024:
+        gpus, nodes = (2 * gpus, nodes) if gpus < 8 else (gpus, 2 * nodes)
+        if any_fits(model, args, gpus=gpus, nodes=nodes):
+            found.append(f"--gpus {gpus} --nodes {nodes}")
+            break
+    if not found:
+        return "Neither shorter sequences nor more GPUs make it fit."
+    return f"It would fit with {' or with '.join(found)}."
+
+
+def any_fits(model, args, **changes):
+    args = argparse.Namespace(**vars(args) | {"global_batch_size": None} | changes)
+    return any(one["fits"] for one in plans_of(model, args))
 
 
 def parse_args(given=None):
@@ -622,21 +695,23 @@ def parse_args(given=None):
     add = parser.add_argument
     add("-m", "--model-name", default="tiny", help="tiny, a hub id, or a folder")
     add("--gpu", choices=list(GPUS), help="its memory and its speed, default: H100")
-    add("--gpu-memory", type=float, help="GB of a GPU; without --gpu no times are estimated")
-    add("--gpus", type=positive, default=1, help="of each machine, default: 1")
-    add("--nodes", type=positive, default=1, help="machines, default: 1")
-    network_help = "Gbit/s of each machine, default: 400 for each GPU with NVLink, else 100"
-    add("--network", type=float, help=network_help)
-    add("-s", "--seq-length", type=positive, help="default: 1024, or the model's limit")
-    batch_help = "sequences of a step, default: about 4096 tokens for each GPU"
-    add("--global-batch-size", type=positive, help=batch_help)
-    add("--tokens", type=float, help="of the whole training, for the hours")
-    add("--peak-share", type=float, default=0.4, help="of the GPU's peak speed, default: 0.4")
+    memory_help = "GB of a GPU. Without --gpu no speeds are estimated"
+    add("--gpu-memory", type=positive(float), help=memory_help)
+    add("--gpus", type=positive(int), default=1, help="of each machine, default: 1")
+    add("--nodes", type=positive(int), default=1, help="machines, default: 1")
+    network_help = "Gbit/s of each machine, default: what is usual with this GPU"
+    add("--network", type=positive(float), help=network_help)
+    add("-s", "--seq-length", type=positive(int), help="default: 1024, or the model's limit")
+    batch_help = "sequences of a step, default: about 4096 tokens for each GPU, and at least 8"
+    add("--global-batch-size", type=positive(int), help=batch_help)
+    add("--tokens", type=positive(float), help="of the whole training, for the hours")
+    share_help = "of the GPU's peak speed, default: 0.4"
+    add("--peak-share", type=positive(float), default=0.4, help=share_help)
     add("-e", "--experiment-name", default="my-run", help="for the command, default: my-run")
     add("-d", "--dataset-name", help="for the command")
     add("--from-scratch", action="store_true", help="for the command")
-    add("--all", action="store_true", help="show all ways, not only the fastest of each stage")
-    add("--json", action="store_true", help="print all as JSON")
+    add("--all", action="store_true", help="show all plans that fit, not the fastest of each stage")
+    add("--json", action="store_true", help="print all plans as JSON")
     args = parser.parse_args(given)
     if args.gpu is None and args.gpu_memory is None:
         args.gpu = "H100"
@@ -645,11 +720,13 @@ def parse_args(given=None):
     return args
 
 
-def positive(text):
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+def positive(kind):
+    def number(text):
+        if kind(text) <= 0:
+            raise ValueError
+        return kind(text)
+
+    return number
 
 
 if __name__ == "__main__":

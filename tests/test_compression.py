@@ -149,7 +149,7 @@ def test_replicas_stay_equal_to_the_last_bit(tmp_path, mode, processes, shard_si
     assert f"{replicas} replica(s) of {shard_size} shard(s), compression {mode}\n" in out
     lines = metrics(tmp_path / "a")
     assert lines[12]["train/loss"] < lines[1]["train/loss"]
-    num_parameters = plan.sizes_of(load(STAGE).load_config("tiny", False)[0], 256).number
+    num_parameters = plan.sizes_of(load(STAGE).load_config("tiny", False)[0], 256).num_parameters
     dense = 2 * (replicas - 1) / replicas * num_parameters / shard_size * 4
     ratio = lines[12]["comm/bytes_per_step"] / dense
     assert ratio == pytest.approx({"none": 1, "dct": 0.5, "int8": 260 / 1024}[mode], rel=0.01)

@@ -253,7 +253,7 @@ def test_a_full_disk_beside_the_steps(curve, tmp_path):
     """It has room for two checkpoints and a half. The thread meets that, or what writes the log.
     The second one is intact."""
     config, _ = load("05-multinode").load_config("tiny", False)
-    checkpoint = 12 * plan.sizes_of(config, 256).number / 2**20  # fp32, with two moments
+    checkpoint = 12 * plan.sizes_of(config, 256).num_parameters / 2**20  # fp32, with two moments
     mount_small_disk(tmp_path / "disk", round(2.5 * checkpoint))
     try:
         with job(tmp_path, processes=2, NNODES="1", MAX_RESTARTS="0") as start_node:

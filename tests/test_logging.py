@@ -152,7 +152,7 @@ def test_comet_holds_every_metric_and_parameter(offline):
     assert parameters["max_steps"] == 6
     assert parameters["total_steps"] == 6
     config, _ = load("01-single-gpu").load_config("tiny", False)
-    assert parameters["parameters"] == plan.sizes_of(config, 256).number
+    assert parameters["parameters"] == plan.sizes_of(config, 256).num_parameters
     assert parameters["world_size"] == 2
     assert not any("key" in name.lower() for name in parameters)
 

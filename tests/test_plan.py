@@ -39,8 +39,8 @@ def model_of(folder, length=1024):
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_of_public_models(tmp_path, name):
     model = model_of(save_config(tmp_path / "m", name))
-    assert model.number == MODELS[name][2]
-    assert 0 < model.in_root < model.number
+    assert model.num_parameters == MODELS[name][2]
+    assert 0 < model.in_root < model.num_parameters
 
 
 def rows_of(table):

@@ -52,7 +52,7 @@ def test_state_in_stage_10(expert_size):
     config = bench_experts.tiny()
     how = ("10-expert-parallel", config, expert_size)
     for whole, _ in bench_experts.on_a_group(2, bench_experts.state_of_ranks, *how):
-        n = plan.sizes_of(config, 256).number
+        n = plan.sizes_of(config, 256).num_parameters
         assert whole == pytest.approx(16 * n / 2, rel=0.001)
 
 

@@ -117,7 +117,7 @@ def state():
         config = tiny(**sizes)
         found = on_a_group(ranks, state_of_ranks, stage, config, expert_size, dimension)
         whole, of_experts = zip(*found, strict=True)
-        n = plan.sizes_of(config, 256).number
+        n = plan.sizes_of(config, 256).num_parameters
         row = [f"stage {stage[:2]}" + ("" if dimension is None else ", always dimension 0")]
         row += [config.num_local_experts, ranks, expert_size if stage == STAGE_10 else "–"]
         row += [f"{16 * n / ranks / 1e3:,.1f}"]

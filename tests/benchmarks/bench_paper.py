@@ -68,7 +68,7 @@ def memory_of_shards():
             state = parts["parameters"] + parts["gradients"] + parts["moments"]
             row = [name, shards, "yes" if recompute else "no", state]
             row += [parts["copies"], parts["activations"], parts["logits"], sum(parts.values())]
-            row.append((plan.BF16 + plan.FP32) * model.number)
+            row.append((plan.BF16 + plan.FP32) * model.num_parameters)
             rows.append([*row[:3], *[f"{size / 1e9:.1f}" for size in row[3:]]])
     head = ["GB on each GPU", "shards", "checkpointing", "state"]
     head += ["gathered parameters and their gradients", "activations", "logits", "all"]
@@ -84,7 +84,7 @@ def steps_of_replicas():
         parts = scale.memory(model, batch_size * length, False, split)
         recompute = sum(parts.values()) > 80e9
         given = {"nodes": nodes, "seq_length": length, "global_batch_size": batch_size * 8 * nodes}
-        sent, seconds, step = scale.step(model, split, recompute, batch_size, 1, **given)
+        sent, seconds, step = scale.step(model, split, recompute, batch_size, batch_size, **given)
         row = [name, f"{nodes} × 8", shards, f"{sent['FSDP'] / 1e9:.1f}"]
         row += [f"{sent['averages'] / 1e9:.2f}"]
         in_ms = [seconds["computation"], seconds["FSDP"], seconds["averages"], step]
@@ -139,7 +139,7 @@ def split_over_four_machines():
         groups = nodes * gpus // split.ranks_of_a_sequence
         num_micro_batches = sequences // (groups * batch_size)
         parts = scale.memory(model, batch_size * length, True, split, num_micro_batches)
-        how = (model, split, True, batch_size, num_micro_batches)
+        how = (model, split, True, batch_size, sequences // groups)
         fits = sum(parts.values()) < 80e9
         steps = [scale.step(*how, network=speed, **given) for speed in (FAST, SLOW)]
         sent = steps[0][0]

@@ -24,11 +24,11 @@ def memory(model, tokens, recompute, split, num_micro_batches=1):
     return plan.memory_with_fsdp(model, whole, tokens, recompute, split, num_micro_batches)
 
 
-def step(model, split, recompute, batch_size, num_micro_batches, **given):
+def step(model, split, recompute, batch_size, sequences, **given):
     """What plan.py says of a step on H100s: bytes, seconds by part, and seconds of the step."""
     args = {"gpu": "H100", "gpus": 8, "nodes": 1, "peak_share": 0.4, "network": None} | given
     args = SimpleNamespace(**args)
-    return plan.time_of_a_step(model, args, split, recompute, batch_size, num_micro_batches)
+    return plan.time_of_a_step(model, args, split, recompute, batch_size, sequences)
 
 
 # What the experts of stage 10 need: of a block, for each rank.

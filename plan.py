@@ -584,9 +584,7 @@ def answer(model, args, plans):
     gpus = f"{args.nodes} × {args.gpus}" if args.nodes > 1 else args.gpus
     planned = MEMORY_SHARE * args.gpu_memory
     print(f"{args.model_name}: {model.num_parameters:,} parameters, {model.num_blocks} blocks")
-    print(
-        f"{gpus} GPU(s) with {args.gpu_memory:g} GB each. Plans use up to {planned:.1f} GB of it."
-    )
+    print(f"{gpus} GPU(s) with {args.gpu_memory:g} GB each. Plans use at most {planned:.1f} GB.")
     print("The rest is for CUDA, NCCL and what PyTorch's allocator holds without using it.")
     print(f"A step has {args.global_batch_size} sequences of {args.seq_length} tokens.\n")
 

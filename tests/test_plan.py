@@ -169,7 +169,8 @@ def test_a_card_of_24_gb(tmp_path):
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path):
     folder = save_config(tmp_path / "m", "Llama-3.1-405B")
     out = ask("-m", folder, "--gpus", 8, "--nodes", 2, "-s", 8192)
-    assert re.search(r"does not fit: 05-multinode .* needs [\d.]+ GB, [\d.]+ too many", out)
+    too_much = r"^05-multinode .* needs [\d.]+ GB, which is [\d.]+ GB too much"
+    assert re.search(too_much, out, re.MULTILINE)
     assert re.search(r"It would fit with .*--gpus \d+", out)
 
 

@@ -132,6 +132,7 @@ def test_the_readme_quotes_the_table_of_its_command(tmp_path):
     assert lines_of_table(out) == lines_of_table(text)
 
 
+@pytest.mark.slow
 def test_the_guide_quotes_what_fits():
     text = (ROOT / "GUIDE.md").read_text().split("## What fits")[1].split("\n## ")[0]
     fits = (ROOT / "outputs" / "measured" / "fits.md").read_text()

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,13 @@ import pytest
 import torch
 import transformers
 from bench_common import table
-from conftest import ROOT, end, environment, load, metrics, save_mixture
+from conftest import ROOT, end, environment, load, metrics, run, save_mixture
 from nodes import free_port
 from published import MODELS, save_config
 
 import plan
 
+TWO_STEPS = ("--max-steps", 2, "--log-freq", 1)
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
@@ -228,30 +230,39 @@ def first_plans(mixture):
     return found
 
 
+def run_as_printed(command, folder):
+    """Word for word, but for the address of a machine, with two steps on CPUs."""
+    command = command.replace("MASTER_ADDR=HOST", "MASTER_ADDR=127.0.0.1")
+    command = f"{command} {shlex.join(map(str, TWO_STEPS))} --save-dir {folder}"
+    places = ["127.0.0.1", "127.0.0.2"] if "NNODES=2" in command else ["127.0.0.1"]
+    own = {"MASTER_PORT": str(free_port()), "RDZV_ID": str(folder), "LAST_CALL": "3"}
+    own |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    runs = []
+    for place in places:
+        environ = os.environ | own | {"LOCAL_ADDR": place}
+        run = subprocess.Popen(["bash", "-c", command], cwd=ROOT, env=environ, **PIPES)
+        runs.append(run)
+    try:
+        outputs = [run.communicate(timeout=600)[0] for run in runs]
+    finally:
+        for run in runs:
+            end(run)
+    assert all(run.returncode == 0 for run in runs), f"{command}\n" + "\n".join(outputs)
+
+
 @pytest.mark.slow
 def test_every_command_runs_and_has_the_state_of_its_plan(tmp_path):
-    """Word for word, but for the address of a machine, with two steps on CPUs."""
+    """With each way to start a script as it is printed, in the other stages its flags."""
     plans = first_plans(save_mixture(tmp_path / "mixture"))
     without_04_and_06 = {path.parent.name for path in ROOT.glob("[0-9]*/train-llm.py")}
     without_04_and_06 -= {"04-compression", "06-streaming"}
     assert plans.keys() == without_04_and_06
     for stage, one in plans.items():
-        command = one["command"].replace("MASTER_ADDR=HOST", "MASTER_ADDR=127.0.0.1")
-        command += f" --max-steps 2 --log-freq 1 --save-dir {tmp_path / stage}"
-        places = ["127.0.0.1", "127.0.0.2"] if "NNODES=2" in command else ["127.0.0.1"]
-        own = {"MASTER_PORT": str(free_port()), "RDZV_ID": f"plan{stage}", "LAST_CALL": "3"}
-        own |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-        runs = []
-        for place in places:
-            environment = os.environ | own | {"LOCAL_ADDR": place}
-            run = ["bash", "-c", command]
-            runs.append(subprocess.Popen(run, cwd=ROOT, env=environment, **PIPES))
-        try:
-            outputs = [run.communicate(timeout=600)[0] for run in runs]
-        finally:
-            for run in runs:
-                end(run)
-        assert all(run.returncode == 0 for run in runs), f"{command}\n" + "\n".join(outputs)
+        if stage in ("01-single-gpu", "03-fsdp", "05-multinode", "08-pipeline-parallel"):
+            run_as_printed(one["command"], tmp_path / stage)
+        else:
+            _, _, flags = one["command"].partition(" -e ")
+            run(stage, 2, "-e", *shlex.split(flags), *TWO_STEPS, "--save-dir", tmp_path / stage)
         state = one["gb"]["parameters"] + one["gb"]["gradients"] + one["gb"]["moments"]
         measured = metrics(tmp_path / stage / "my-run")[2]["memory/state_gb"]
         assert measured == pytest.approx(state, rel=0.02), stage

@@ -23,10 +23,14 @@ from test_tensor_parallel import (
     OVERFLOWED,
     SIZES,
     gradients,
+    planned_bytes,
     save_config,
+    sent_in_a_group,
     watched_stage,
 )
 from transformers import AutoModelForCausalLM
+
+import plan
 
 STAGE = "09-context-parallel"
 FIFTY = ("--max-steps", "50", "--dtype", "fp32", *SMALL)
@@ -275,7 +279,8 @@ def micro_batch(folder, layers):
 def test_each_block_gathers_its_keys_and_values(tmp_path, context_size, layers, more):
     """Two all-gathers in the forward pass, and in the backward pass two reduce-scatters of their
     gradients. A block that repeats its forward pass also repeats the all-gathers."""
-    facts = watched(tmp_path, context_size, *micro_batch(tmp_path, layers), *more)
+    flags = micro_batch(tmp_path, layers)
+    facts = watched(tmp_path, context_size, *flags, *more)
     head_size = SIZES["hidden_size"] // SIZES["num_attention_heads"]
     keys = 4 * 64 * SIZES["num_key_value_heads"] * head_size
     gathers = (4 if more else 2) * layers
@@ -283,6 +288,9 @@ def test_each_block_gathers_its_keys_and_values(tmp_path, context_size, layers, 
     calls = {name: n for name, n in facts["calls"].items() if not name.startswith("_")}
     assert calls == expected
     assert [facts["elements"][name] for name in expected] == [n * keys for n in expected.values()]
+    split = plan.Split(STAGE, context_size=context_size)
+    planned = planned_bytes(flags[1], split, recompute=bool(more))
+    assert planned["group"] == sent_in_a_group(facts, context_size)
 
 
 def kept_by_a_block(folder, stage, context_size, *more):

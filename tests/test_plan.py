@@ -19,6 +19,7 @@ from bench_common import table
 from conftest import ROOT, end, environment, load, metrics, run, save_mixture
 from nodes import free_port
 from published import MODELS, save_config
+from test_tensor_parallel import planned_bytes, watched_stage
 
 import plan
 
@@ -121,6 +122,27 @@ def test_what_autograd_keeps_of_a_block(name, compiled):
         _, one = kept_by(1, False)
         _, two = kept_by(2, False)
         assert (two - one) / ids.numel() == plan.bytes_of_a_block(config)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        pytest.param(("--activation-checkpointing",), marks=pytest.mark.slow),
+        pytest.param(("--no-reshard-after-forward",), marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_of_fsdp_are_those_of_its_collectives(tmp_path, flags):
+    """Two ranks and two micro-batches, in bf16. Stages 07 and 09 have such a test each."""
+    model = tmp_path / "m"
+    load("01-single-gpu").load_config("tiny", False)[0].save_pretrained(model)
+    more = ("-m", model, "--from-scratch", "--dtype", "bf16", "-s", 64, *flags)
+    more += ("--global-batch-size", 4, "-b", 1)
+    counted = watched_stage(tmp_path, "03-fsdp", 2, *more)["bytes"]
+    names = ("_allgather_base_", "_reduce_scatter_base_")
+    split = plan.Split("03-fsdp", shards=2, keep_gathered="reshard" in str(flags))
+    planned = planned_bytes(model, split, recompute="checkpointing" in str(flags), batch_size=1)
+    assert planned["FSDP"] == sum(counted[name] for name in names) / 2
 
 
 def lines_of_table(text):

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,6 +213,7 @@ class Watch(TorchDispatchMode):
     largest = 0
     calls = Counter()
     elements = Counter()
+    bytes = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
@@ -225,6 +227,9 @@ class Watch(TorchDispatchMode):
             name = name.split(".")[1]
             Watch.calls[name] += 1
             Watch.elements[name] += max(args[0].numel(), result.numel())
+        if name.startswith("c10d."):  # those of FSDP
+            tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor)]
+            Watch.bytes[name.split(".")[1]] += max(value.nbytes for value in tensors)
         return result
 
 saved = {}
@@ -253,7 +258,8 @@ STEP = '        log.lap("data")\n'
 SAY = """
         watch.__exit__(None, None, None)
         facts = {"largest": Watch.largest, "calls": Watch.calls, "elements": Watch.elements}
-        say("FACTS" + json.dumps(facts | {"saved": sum(saved.values())}))
+        facts |= {"bytes": Watch.bytes, "saved": sum(saved.values())}
+        say("FACTS" + json.dumps(facts))
         sys.exit()
 """
 
@@ -277,6 +283,21 @@ def watched_stage(folder, stage, processes, *flags, forward=FORWARD, edits=()):
     flags = ("--max-steps", 1, "--eval-sequences", 2, *flags)
     out = run(stage, processes, *flags, path=path).out
     return json.loads(out.split("FACTS")[1].splitlines()[0])
+
+
+def sent_in_a_group(facts, processes):
+    """Bytes that a rank sends in the collectives of hidden states, or of keys and values."""
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    in_bf16 = 2 * sum(facts["elements"][name] for name in names)
+    return in_bf16 * (1 - 1 / processes)
+
+
+def planned_bytes(folder, split, recompute=False, batch_size=4):
+    """What plan.py says that a rank sends in a step of 4 sequences of 64 tokens."""
+    places = {"gpu": None, "gpus": split.ranks_of_a_sequence * split.shards, "nodes": 1}
+    args = SimpleNamespace(model_name=str(folder), seq_length=64, from_scratch=True, **places)
+    how = split, recompute, batch_size, 4 // split.shards
+    return plan.time_of_a_step(plan.load_model(args), args, *how)[0]
 
 
 @pytest.mark.parametrize(
@@ -320,6 +341,8 @@ def test_collectives_of_a_micro_batch(tmp_path, processes, layers):
     norms = 2 * layers + 1
     assert calls["all_reduce"] == 3 + norms
     assert elements["all_reduce"] == 3 * 4 * 64 + norms * SIZES["hidden_size"]
+    split = plan.Split(STAGE, tensor_size=processes)
+    assert planned_bytes(folder, split)["group"] == sent_in_a_group(facts, processes)
 
 
 @pytest.mark.slow
@@ -328,9 +351,12 @@ def test_collectives_with_activation_checkpointing(tmp_path):
     folder = save_config(tmp_path / "m", "llama", num_hidden_layers=3)
     flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 4)
     plain = watched(tmp_path / "plain", 2, *flags)["calls"]
-    again = watched(tmp_path / "again", 2, *flags, "--activation-checkpointing")["calls"]
+    facts = watched(tmp_path / "again", 2, *flags, "--activation-checkpointing")
+    again = facts["calls"]
     assert again["all_gather_into_tensor"] == plain["all_gather_into_tensor"] + 2 * 3
     assert again["reduce_scatter_tensor"] == plain["reduce_scatter_tensor"] + 3
+    planned = planned_bytes(folder, plan.Split(STAGE, tensor_size=2), recompute=True)
+    assert planned["group"] == sent_in_a_group(facts, 2)
 
 
 def test_attention_and_mlp_gather_their_input_once(tmp_path):

@@ -805,15 +805,6 @@ def recover(count, last_call):
         return [*parts, repeated, seen["new"] - killed]
 
 
-# What was tried: patches and flags on stage 01 or 03, against the stage as it is.
-
-
-def pytorch_betas(module, _):
-    """AdamW with PyTorch's betas in the place of the script's."""
-    adamw = module.torch.optim.AdamW
-    module.torch.optim.AdamW = lambda groups, lr, betas, **more: adamw(groups, lr, **more)
-
-
 # The first run of the course, and what each of the others changes in it. But for the second, they
 # take about the same CPU time: the epochs make up for the size.
 FIRST_RUN = {"vocab_size": 1024, "tie_word_embeddings": True, "batch": 8, "lr": 2e-3} | TINY
@@ -888,4 +879,4 @@ def first_run(folder, vocab_size, batch, lr, epochs, **sizes):
     return max(lines), parameters, f"{seconds:.0f}", f"{loss:.3f}", f"{bits:.3f}"
 
 
-PATCHES = {"peaks": peaks, "watched": watched, "stalls": stalls, "pytorch_betas": pytorch_betas}
+PATCHES = {"peaks": peaks, "watched": watched, "stalls": stalls}

@@ -68,11 +68,10 @@ def test_each_token_is_on_one_rank_and_all_ranks_have_the_same_work(size):
 
 @pytest.mark.law1
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "context_size"), [(2, 2), (4, 2), (4, 4)])
-def test_fifty_steps_are_those_of_one_process(curve, processes, context_size):
+def test_fifty_steps_are_those_of_one_process(curve):
     """A state of 1/W, as in stage 03."""
-    one = curve("01-single-gpu", 1, *FIFTY)
-    split = curve(STAGE, processes, *FIFTY, "--context-size", context_size)
+    one, processes = curve("01-single-gpu", 1, *FIFTY), 4
+    split = curve(STAGE, processes, *FIFTY, "--context-size", 2)
     assert_same_curve(one, split, range(1, 51))
     whole = one[50]["memory/state_gb"]
     assert split[50]["memory/state_gb"] == pytest.approx(whole / processes, rel=0.01)
@@ -106,21 +105,14 @@ def test_the_same_curve_in_each_case(curve, masked_data, case):
     assert_same_curve(one, split, one)
 
 
-ALL = ("--activation-checkpointing", "-b", "2", "--eval-freq", "2")
-
-
 @pytest.mark.law1
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "flags", "own"),
-    [(2, ("--eval-freq", "2"), ()), (4, ALL, ("--no-reshard-after-forward",))],
-)
-def test_compiled_as_eager(curve, masked_data, processes, flags, own):
-    """The second time with everything together."""
-    flags = (*SIX, *flags, "-d", masked_data)
+def test_compiled_as_eager(curve, masked_data):
+    flags = (*SIX, "--activation-checkpointing", "-b", "2", "--eval-freq", "2", "-d", masked_data)
     one = curve("01-single-gpu", 1, *flags)
-    eager = curve(STAGE, processes, *flags, *own)
-    compiled = curve(STAGE, processes, *flags, *own, "--compile")
+    flags += ("--no-reshard-after-forward",)
+    eager = curve(STAGE, 2, *flags)
+    compiled = curve(STAGE, 2, *flags, "--compile")
     assert_same_curve(one, eager, one)
     assert_same_curve(eager, compiled, eager)
 

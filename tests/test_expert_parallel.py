@@ -60,21 +60,14 @@ ON_ONE = [("enabled=dtype != torch.float32", "enabled=False")]
 ON_SEVERAL = [("reduce_dtype=torch.float32", "reduce_dtype=torch.float64")]
 
 
-@pytest.fixture(scope="module")
-def one_in_double_precision(tmp_path_factory, mixture):
-    folder = tmp_path_factory.mktemp("double")
-    return trained(folder, "01-single-gpu", 1, *FIFTY, *mixture, edits=DOUBLE + ON_ONE)[0]
-
-
 @pytest.mark.law1
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "expert_size"), [(2, 2), (4, 2), (4, 4)])
-def test_fifty_steps_are_those_of_one_process(
-    one_in_double_precision, mixture, tmp_path, processes, expert_size
-):
+def test_fifty_steps_are_those_of_one_process(mixture, tmp_path):
     """In double precision, since in fp32 a route may flip. A state of 1/W, as in stage 03."""
-    one, flags = one_in_double_precision, (*FIFTY, *mixture, "--expert-size", expert_size)
-    split, _ = trained(tmp_path, STAGE, processes, *flags, edits=DOUBLE + ON_SEVERAL)
+    processes, flags = 4, (*FIFTY, *mixture)
+    one, _ = trained(tmp_path / "one", "01-single-gpu", 1, *flags, edits=DOUBLE + ON_ONE)
+    flags += ("--expert-size", 2)
+    split, _ = trained(tmp_path / "split", STAGE, processes, *flags, edits=DOUBLE + ON_SEVERAL)
     assert list(split) == list(range(1, 51))
     # The loss is added up and logged in fp32, the norm is not.
     assert_same_curve(one, split, one, rel_loss=1e-6, rel_norm=1e-10)
@@ -86,21 +79,18 @@ def test_fifty_steps_are_those_of_one_process(
 CASES = {
     "masked labels": (2, ("-b", "2"), (), {}),
     "masked labels in shard groups of two": (4, ("-b", "1"), (), {}),
-    "all ranks in a row": (4, (), ("--expert-size", 4), {}),
     "a batch that the ranks do not divide": (4, ("--global-batch-size", "7", "-b", "3"), (), {}),
     "a rank that has no sequence": (4, ("--global-batch-size", "1"), (), {}),
     "activation checkpointing": (2, ("--activation-checkpointing", "-b", "1"), (), {}),
-    "gathered once": (4, ("-b", "1"), ("--no-reshard-after-forward",), {}),
-    "gathered once, again": (
+    "gathered once": (
         4,
         ("-b", "1", "--activation-checkpointing", "--eval-freq", "2"),
         ("--no-reshard-after-forward",),
         {},
     ),
-    "rows of one rank": (2, (), ("--expert-size", 1), {}),
     "a single process": (1, (), ("--expert-size", 1), {}),
     "shards that are not even": (3, (), ("--expert-size", 1), {}),
-    "an evaluation between the steps": (4, ("--eval-freq", "2"), ("--expert-size", 4), {}),
+    "all ranks in a row": (4, ("--eval-freq", "2"), ("--expert-size", 4), {}),
     "three experts for a shard group of two": (4, (), (), {"num_local_experts": 6}),
     "three ranks in a row": (3, ("-b", "2"), ("--expert-size", 3), {"num_local_experts": 6}),
     "every expert for each token": (4, ("--max-steps", "12"), (), {"num_experts_per_tok": 8}),
@@ -136,20 +126,15 @@ def test_shards_are_even_where_a_dimension_can_be_divided(num_ranks, shape, dime
 
 @pytest.mark.law1
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "flags", "own"),
-    [
-        (2, ("--eval-freq", "2"), ()),
-        (4, ("--activation-checkpointing", "-b", "2"), ("--no-reshard-after-forward",)),
-    ],
-)
-def test_compiled_as_eager(curve, masked_data, tmp_path, processes, flags, own):
+def test_compiled_as_eager(curve, masked_data, tmp_path):
     """Each token has all experts, because in one with two nearly equal ones a route may flip."""
     folder = save_mixture(tmp_path / "m", num_experts_per_tok=8)
-    flags = (*SIX, *flags, "-d", masked_data, "-m", folder, "--from-scratch")
+    flags = (*SIX, "--activation-checkpointing", "-b", "2", "--eval-freq", "2")
+    flags += ("-d", masked_data, "-m", folder, "--from-scratch")
     one = curve("01-single-gpu", 1, *flags)
-    assert_same(one, curve(STAGE, processes, *flags, *own))
-    assert_same_curve(one, curve(STAGE, processes, *flags, *own, "--compile"), one)
+    flags += ("--no-reshard-after-forward",)
+    assert_same(one, curve(STAGE, 2, *flags))
+    assert_same_curve(one, curve(STAGE, 2, *flags, "--compile"), one)
 
 
 @pytest.mark.law1

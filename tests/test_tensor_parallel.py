@@ -371,13 +371,12 @@ def test_attention_and_mlp_gather_their_input_once(tmp_path):
 
 
 @pytest.mark.slow  # compiles
-@pytest.mark.parametrize("processes", [1, 2])
-def test_activations_between_layers_are_split_by_tokens_within_by_features(tmp_path, processes):
+def test_activations_between_layers_are_split_by_tokens_within_by_features(tmp_path):
     """Each rank has what attention and MLP have gathered, and of the others 1 / n. Measured as what
     one more compiled block keeps for the backward pass, to the byte."""
     if not shutil.which("g++"):
         pytest.skip("to compile on a CPU needs a compiler (Debian: apt-get install g++)")
-    saved = []
+    processes, saved = 2, []
     for layers in (2, 3):
         folder = save_config(tmp_path / f"m{layers}", "llama", num_hidden_layers=layers)
         flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4, "-b", 4)

@@ -8,6 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 import traps
+from bench_common import table
 from conftest import ROOT, environment, finish
 
 pytestmark = [pytest.mark.law6, pytest.mark.slow]
@@ -55,8 +56,12 @@ def test_a_table_is_made_again(tmp_path, name):
     compare(name, new, old)
 
 
+# Of these stages the table has runs that take long. Only their first step is made again.
+LONG = ("04", "09", "10")
+
+
 @pytest.mark.parametrize("number", sorted({stage[:2] for stage, *_ in traps.LINES}))
-def test_the_lines_of_a_stage_are_made_again(tmp_path, number):
+def test_the_lines_of_a_stage_are_made_again(number):
     """They are those rows of the stored table that begin with its number, or follow one."""
     stored = [line for line in (STORED / "trap-lines.md").read_text().splitlines() if "|" in line]
     old, is_own = stored[:2], False
@@ -65,5 +70,12 @@ def test_the_lines_of_a_stage_are_made_again(tmp_path, number):
             is_own = row.startswith(f"| {number}, ")
         if is_own:
             old.append(row)
-    new = make(f"lines-{number}", tmp_path)
-    compare("lines", new.strip(), "\n".join(old))
+    head, rows = traps.lines(number, ("--max-steps", 1) if number in LONG else ())
+    new = table(head, rows).splitlines()
+    if number in LONG:
+        old, new = (first_step(rows) for rows in (old, new))
+    compare("lines", "\n".join(new), "\n".join(old))
+
+
+def first_step(rows):
+    return [" | ".join(row.split(" | ")[:4]) for row in rows]

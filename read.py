@@ -73,10 +73,10 @@ class Line:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("script", nargs="?", help="a stage, such as 02, or a file. None: all stages")
-    add("--parent", help="the stage or file to compare with. None: the parent of the stage")
+    add("script", nargs="?", help="a stage, such as 02, or a file, default: all stages")
+    add("--parent", help="the stage or file to compare with, default: the parent of the stage")
     add("-o", "--output", type=Path, default=ROOT / "outputs" / "read", help="a folder")
-    add("--links", help="the URL that links in notes begin with. None: that of this folder")
+    add("--links", help="the URL that links to the repository begin with, default: a relative path")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     base = args.links or os.path.relpath(ROOT, args.output.resolve())
@@ -147,7 +147,7 @@ def tree(stage):
     size = f"{len(lines)} lines"
     if stage in PARENTS:
         added, removed = count(merge(find(PARENTS[stage])[1], path))
-        size += f", {added + removed} of them changed"
+        size += f", +{added} −{removed}"
     about = code_spans(html.escape(lines[0].prose.partition(": ")[2]))
     children = "".join(tree(child) for child, parent in PARENTS.items() if parent == stage)
     entry = f'<a href="{stage[:2]}.html">{stage}</a> <span>{size}</span><p>{about}</p>'

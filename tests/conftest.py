@@ -47,7 +47,7 @@ UNWATCHED = (
 
 
 def exact(stage, processes):
-    """The flags with which a stage computes what the others do: from 04 on two replicas, dense. In
+    """The flags with which a stage computes what the others do: in 04 to 06 two replicas, dense. In
     07 two ranks in a tensor group, in 08 two pipeline stages, in 09 two ranks in a context group,
     in 10 two in an expert group, if the number of processes is even."""
     if stage == "07-tensor-parallel":
@@ -315,8 +315,8 @@ def hf_home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def curve(tmp_path_factory):
-    """Runs a stage with a name, once per set of flags, and returns its metrics by step. From 04 on
-    a stage computes what the others do unless the flags name a compression."""
+    """Runs a stage with a name, once per set of flags, and returns its metrics by step. Adds the
+    flags of `exact`, unless the flags name a compression."""
     done = {}
 
     def curve_of(stage, processes, *flags):

@@ -23,6 +23,8 @@ from test_tensor_parallel import planned_bytes, watched_stage
 
 import plan
 
+pytestmark = pytest.mark.law6
+
 TWO_STEPS = ("--max-steps", 2, "--log-freq", 1)
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 

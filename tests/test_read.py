@@ -101,8 +101,7 @@ def test_the_index_shows_the_tree_of_stages(pages):
     for parent, stage in PAIRS:
         added, removed, *_ = git_diff(parent, stage, "--numstat").split()
         size = len(script(stage).read_text().splitlines())
-        changed = int(added) + int(removed)
-        assert f"{stage}</a> <span>{size} lines, {changed} of them changed<" in text
+        assert f"{stage}</a> <span>{size} lines, +{added} −{removed}<" in text
     assert text.index("04-compression") < text.index("05-multinode") < text.index("07-tensor")
 
 

@@ -74,8 +74,8 @@ CUTS += [("05-multinode", 3, 2)]
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "processes", "batch_size"), CUTS)
 def test_fifty_steps(curve, stage, processes, batch_size):
-    """The default batch of 16 sequences in any cut. It does not divide by 3: two ranks run short,
-    and in stage 02 they have a micro-batch without targets."""
+    """The default batch of 8 sequences in any cut. It does not divide by 3: one rank runs short,
+    and in stage 02 it has a micro-batch without targets."""
     flags = (*FIFTY, "-s", "64", "--eval-sequences", "8")
     cut = curve(stage, processes, *flags, "-b", batch_size)
     assert_same_curve(reference(curve, *flags), cut, range(1, 51))

@@ -16,6 +16,7 @@ on one machine, contenders in turn.
     streaming   stage 06 against stage 05
     tensor      stage 07 with one to four ranks in a tensor group
     pipeline    stage 08 with one, two and four pipeline stages
+    pipeline-speed  stage 08 with two pipeline stages against stage 01
     context     memory, bytes and work of stage 09, counted; some on paper
     context-models  which architectures stage 09 takes
     context-traps  mistakes in stage 09 after 400 steps, ten minutes
@@ -38,7 +39,8 @@ on one machine, contenders in turn.
     gpu-2       on all GPUs, two at least (gpu-2.sh)
 
 `pip install -e '.[test,bench]'` brings the peers. `wire` and `link` need Linux, root, and `ip` and
-`tc` (Debian: iproute2), `accumulation`, `tensor` and `pipeline` Linux and `ip`.
+`tc` (Debian: iproute2); `memory`, `accumulation`, `tensor` and `pipeline` Linux, `ip` and
+`unshare`.
 """
 
 import sys

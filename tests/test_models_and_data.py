@@ -461,7 +461,7 @@ def write_split(folder, split, texts, **more):
 @pytest.mark.law6
 def test_the_text_that_is_held_out_is_not_trained_on(stage_01):
     """Some texts of Python's documentation contain others. As they are, a third of what is held out
-    is also in the training data."""
+    is also in the training data, and with Python 3.13 more than a fifth."""
     tokenizer = stage_01.load_tokenizer("tiny", "")
     shares = []
     for texts in (list(topics.values()), stage_01.python_docs()):
@@ -470,7 +470,7 @@ def test_the_text_that_is_held_out_is_not_trained_on(stage_01):
         trained, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
         windows = [held_out[i : i + 60] for i in range(0, len(held_out) - 60, 60)]
         shares.append(sum(window in trained for window in windows) / len(windows))
-    assert shares[0] > 0.25
+    assert shares[0] > 0.2
     assert shares[1] < 0.05
 
 

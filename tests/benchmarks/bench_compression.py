@@ -189,8 +189,8 @@ def encode():
 
 # The best learning rate of dense, as far as the sweep shows, and one above it, where modes rank
 # otherwise: a mode that takes smaller steps gains there.
-LR, HIGH_LR = 5e-4, 1e-3
-SWEEP = (2.5e-4, 3.5e-4, LR, 7e-4, HIGH_LR)
+LR, HIGH_LR = 2e-3, 4e-3
+SWEEP = (5e-4, 1e-3, LR, HIGH_LR, 8e-3)
 # Name: --compression, or None for a patch of stage 02; seeds at LR, at HIGH_LR.
 MODES = {
     "dense": ("none", 2, 2),

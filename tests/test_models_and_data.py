@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -470,7 +471,7 @@ def test_the_text_that_is_held_out_is_not_trained_on(stage_01):
         trained, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
         windows = [held_out[i : i + 60] for i in range(0, len(held_out) - 60, 60)]
         shares.append(sum(window in trained for window in windows) / len(windows))
-    assert shares[0] > 0.2
+    assert shares[0] > (0.25 if sys.version_info < (3, 12) else 0.2)
     assert shares[1] < 0.05
 
 

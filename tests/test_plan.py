@@ -128,13 +128,11 @@ def test_what_autograd_keeps_of_a_block(name, compiled):
         assert (two - one) / ids.numel() == plan.bytes_of_a_block(config)
 
 
+RECOMPUTE, KEEP = "--activation-checkpointing", "--no-reshard-after-forward"
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [
-        (),
-        pytest.param(("--activation-checkpointing",), marks=pytest.mark.slow),
-        pytest.param(("--no-reshard-after-forward",), marks=pytest.mark.slow),
-    ],
+    "flags", [(), *(pytest.param((flag,), marks=pytest.mark.slow) for flag in (RECOMPUTE, KEEP))]
 )
 def test_bytes_of_fsdp_are_those_of_its_collectives(tmp_path, flags):
     """Two ranks and two micro-batches, in bf16. Stages 07 and 09 have such a test each."""
@@ -144,8 +142,8 @@ def test_bytes_of_fsdp_are_those_of_its_collectives(tmp_path, flags):
     more += ("--global-batch-size", 4, "-b", 1)
     counted = watched_stage(tmp_path, "03-fsdp", 2, *more)["bytes"]
     names = ("_allgather_base_", "_reduce_scatter_base_")
-    split = plan.Split("03-fsdp", shards=2, keep_gathered="reshard" in str(flags))
-    planned = planned_bytes(model, split, recompute="checkpointing" in str(flags), batch_size=1)
+    split = plan.Split("03-fsdp", shards=2, keep_gathered=KEEP in flags)
+    planned = planned_bytes(model, split, recompute=RECOMPUTE in flags, batch_size=1)
     assert planned["FSDP"] == sum(counted[name] for name in names) / 2
 
 

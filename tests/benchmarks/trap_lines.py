@@ -273,11 +273,10 @@ GROUPED = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320}
 GROUPED |= {"num_hidden_layers": 3, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
 
-def lines(number="", last_flags=()):
+def lines(number=""):
     """Single lines left out or changed: losses and norms of the gradients. `lines-02`: of stage 02.
 
-    On the default data. Most of these mistakes raise no error, and some do not show in the loss.
-    `last_flags` take the place of others."""
+    On the default data. Most of these mistakes raise no error, and some do not show in the loss."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("COURSE_HF_HOME", folder)
@@ -289,7 +288,7 @@ def lines(number="", last_flags=()):
             for change, edits in {"as it is": [], **changes}.items():
                 place = Path(folder, str(len(rows)))
                 path = mutant(place, stage, *edits)
-                more = ["--log-freq", 1, "-e", "a", "--save-dir", place, *last_flags]
+                more = ["--log-freq", 1, "-e", "a", "--save-dir", place]
                 how = {"path": path, "cwd": folder, "check": not edits}
                 result = run(stage, processes, *flags.split(), *more, **how)
                 rows.append([where, change, *what_it_logs(place / "a", result)])

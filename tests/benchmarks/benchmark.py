@@ -32,7 +32,7 @@ on one machine, contenders in turn.
     link        time of a step on links of 50, 200 and 1000 Mbit/s
     scale       memory, traffic and time of large models, on paper
     all         all of the above, two hours
-    loss        final loss of each way to compress gradients, two hours
+    loss        final loss of each way to compress gradients, about an hour
     gpu         speed, MFU and memory on one GPU (gpu.sh)
     gpu-peers   stage 01 against a bare loop and Trainer on one GPU (gpu.sh)
     gpu-profile larger micro-batches, and what a GPU does in a step (gpu.sh)

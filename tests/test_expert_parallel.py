@@ -314,24 +314,14 @@ def test_without_the_row_of_zeros_ranks_wait_for_each_other(one_sided, tmp_path)
     assert not lines
 
 
-# Broken lines
+# Broken lines. More are rows of the trap `lines`.
 
-DIVIDE = "            parameter.grad /= expert_size\n"
 ALL_GRADIENTS = "p.grad.to_local() for p in model.parameters()"
 COUNTED = "numbers.repeat_interleave(counts_received.flatten()"
 MUTANTS = {
-    "gradients of experts not divided": [(DIVIDE, "            pass\n")],
     "the norm of experts alone": [
         (ALL_GRADIENTS, ALL_GRADIENTS.replace("model.parameters()", "of_experts"))
     ],
-    "the norm of the others alone": [
-        (ALL_GRADIENTS, ALL_GRADIENTS.replace("model.parameters()", "others"))
-    ],
-    "the norm of one rank": [("        dist.all_reduce(squares)\n", "")],
-    "experts not clipped": [("in (of_experts, others):", "in (others,):")],
-    "rows in the order of the experts": [("rows[order.argsort()]", "rows")],
-    "rows put in order the wrong way": [("rows[order.argsort()]", "rows[order]")],
-    "no weights of the router": [(" * top_k_weights[:, :, None]", "")],
     "counts of another rank": [(COUNTED, "numbers.repeat_interleave(counts.flatten()")],
     "as many rows received as sent": [
         ("torch.stack([counts, counts_received])", "torch.stack([counts, counts])")

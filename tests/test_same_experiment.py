@@ -113,24 +113,9 @@ def test_the_loss_is_the_mean_over_all_targets(curve, masked_data):
     assert_same_curve(whole, curve("01-single-gpu", 1, *flags, "-b", 1), range(1, 5))
 
 
-# What breaks each line of the distributed stages that the curves must notice. Each is run on the
-# masked data.
+# What breaks lines of the distributed stages that the curves must notice, on the masked data. More
+# are rows of the trap `lines`.
 MUTANTS = {
-    "no rank stride": (
-        "02-ddp",
-        ("indices[rank::num_shares]", "indices[: len(indices) // num_shares]"),
-    ),
-    "forward on the bare model": (
-        "02-ddp",
-        (
-            "loss = loss_sum(model, input_ids, targets, loss_fn)\n            step",
-            "loss = loss_sum(model.module, input_ids, targets, loss_fn)\n            step",
-        ),
-    ),
-    "loss not reduced": (
-        "02-ddp",
-        ("            dist.all_reduce(step_loss, group=data_group)\n", ""),
-    ),
     "no clipping": (
         "02-ddp",
         ("model.parameters(), args.max_grad_norm)", "model.parameters(), float('inf'))"),
@@ -141,15 +126,6 @@ MUTANTS = {
             "        dist.all_reduce(num_targets, group=data_group)  # each",
             "        num_targets *= 2  # each",
         ),
-    ),
-    "sum instead of mean over ranks": ("02-ddp", ("loss * num_shares / num", "loss / num")),
-    "gradients that are not zeroed": (
-        "02-ddp",
-        ("        optimizer.zero_grad(set_to_none=False)\n", ""),
-    ),
-    "a short rank trains on its filler": (
-        "02-ddp",
-        ("        targets[num_real - start :] = -100", "        pass"),
     ),
     # With the line left out the buffers have arbitrary values, at times nan, which ends the run.
     "buffers not sent": (
@@ -172,10 +148,6 @@ MUTANTS = {
         "04-compression",
         ("            dist.all_reduce(gradient, group=self.group)\n", ""),
     ),
-    "earlier micro-batches forgotten": (
-        "04-compression",
-        ("            gradient += self.sums.pop(module)\n", "            self.sums.pop(module)\n"),
-    ),
 }
 
 
@@ -189,10 +161,9 @@ def test_a_broken_line_is_noticed(curve, masked_data, tmp_path, name):
     """The equality test on a script with one line broken must fail."""
     stage, edit = MUTANTS[name]
     flags = (*MASKED, "-d", masked_data)
-    processes = 3 if "short" in name else 2
     path = mutant(tmp_path, stage, edit)
     named = ("-e", "a", "--save-dir", tmp_path, "--log-freq", 1)
-    run(stage, processes, *exact(stage, processes), *flags, *named, path=path)
+    run(stage, 2, *exact(stage, 2), *flags, *named, path=path)
     with pytest.raises(AssertionError):
         assert_same_curve(reference(curve, *flags), metrics(tmp_path / "a"), range(1, 9))
 

@@ -56,9 +56,19 @@ def test_a_table_is_made_again(tmp_path, name):
     compare(name, new, old)
 
 
+# Changes after which the losses, norms and evaluations are right: two show elsewhere, one is right.
+RIGHT = {
+    "the same, and the chunks are gathered in pairs",
+    "no `all_reduce(logits, …)` in `sample`",
+    "no row of zeros",
+}
+
+
+@pytest.mark.law1
 @pytest.mark.parametrize("number", sorted({stage[:2] for stage, *_ in traps.LINES}))
 def test_the_lines_of_a_stage_are_made_again(number):
-    """They are those rows of the stored table that begin with its number, or follow one."""
+    """They are those rows of the stored table that begin with its number, or follow one. Whoever
+    compares the numbers with those of the stage as it is notices each line that is broken."""
     stored = [line for line in (STORED / "trap-lines.md").read_text().splitlines() if "|" in line]
     old, is_own = stored[:2], False
     for row in stored[2:]:
@@ -66,5 +76,10 @@ def test_the_lines_of_a_stage_are_made_again(number):
             is_own = row.startswith(f"| {number}, ")
         if is_own:
             old.append(row)
-    new = table(*traps.lines(number))
-    compare("lines", new.strip(), "\n".join(old))
+    head, rows = traps.lines(number)
+    compare("lines", table(head, rows).strip(), "\n".join(old))
+    for _, change, *numbers in rows:
+        if change == "as it is":
+            expected = numbers
+        else:
+            assert (numbers == expected) == (change in RIGHT), change

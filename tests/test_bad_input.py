@@ -232,7 +232,8 @@ def test_the_command_that_an_error_names_prepares_the_data(name, tmp_path):
     """It has the flags of the run. After it, the run trains as it was typed, with -d changed."""
     content, flags = FILES[name]
     (tmp_path / name).write_text(content)
-    train = partial(run, "01-single-gpu", 1, *SMALL, "--max-steps", 2, *flags, cwd=tmp_path)
+    few = (*SMALL, "--max-steps", 2, *flags)
+    train = partial(run, "01-single-gpu", 1, *few, cwd=tmp_path, sampled=True)
     [line] = train("-d", name, check=False).errors
     command = line.split("`")[1].split()
     prepared = line.rsplit("again with -d ", 1)[1]

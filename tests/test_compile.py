@@ -65,7 +65,8 @@ def counting(folder, stage, *edits):
 def graphs(stage, path, *flags):
     """How many graphs a run compiles, its evaluations and its sample included."""
     processes = 1 if stage == "01-single-gpu" else 2
-    out = run(stage, processes, *flags, "--compile", *exact(stage, processes), path=path).out
+    flags = (*flags, "--compile", *exact(stage, processes))
+    out = run(stage, processes, *flags, path=path, sampled=True).out
     return int(out.split("graphs ")[1].split()[0])
 
 

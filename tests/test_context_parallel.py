@@ -342,12 +342,12 @@ def test_the_export_is_the_trained_model(tmp_path):
 
 
 def sample_of(stage, processes, *flags):
-    out = run(stage, processes, *flags).out
+    out = run(stage, processes, *flags, sampled=True).out
     return out.split("prompt, from text that the model was not trained on:")[1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("context_size", "prompt"), [(2, None), (2, 33), (4, 34)])
+@pytest.mark.parametrize(("context_size", "prompt"), [(2, None), (4, 34)])
 def test_the_sample_is_that_of_stage_03(tmp_path, context_size, prompt):
     """Where the ranks could not share its tokens equally, it has a few more tokens."""
     flags = (*FEW, "-s", 128)

@@ -46,17 +46,6 @@ def test_the_longest_sequence_is_the_longest_that_fits(checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("expert_size", [1, 2])
-def test_state_in_stage_10(expert_size):
-    """16 bytes a parameter, dealt out evenly, whatever the size of an expert group."""
-    config = bench_experts.tiny()
-    how = ("10-expert-parallel", config, expert_size)
-    for whole, _ in bench_experts.on_a_group(2, bench_experts.state_of_ranks, *how):
-        n = plan.sizes_of(config, 256).num_parameters
-        assert whole == pytest.approx(16 * n / 2, rel=0.001)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "expert_size", "dtype", "checkpointing"),
     [(4, 2, "bf16", True), (2, 1, "fp32", False)],

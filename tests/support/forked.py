@@ -12,6 +12,7 @@ What a fork does not reproduce:
 * The start of an interpreter: its flags, and the cost of the imports. A `sitecustomize` on the
   PYTHONPATH is run, since tests use one.
 * torchrun: its messages, its restarts, its rendezvous. Tests of those start processes.
+* What is the same in all runs and takes a while: `warm.py` computes it once.
 * Memory. What the server has imported is shared by all processes that it forks, and counts as
   resident memory of each.
 * CUDA, which a forked process cannot use when its parent has. Where there is a GPU, tests start
@@ -60,6 +61,7 @@ PACKAGES = [
     "psutil",
     "tqdm",
     "safetensors.torch",
+    "warm",
 ]
 # Prefixes of variables that take effect when a package is imported, or when Python starts.
 READ_AT_IMPORT = ("CUDA_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH")
@@ -96,7 +98,8 @@ def start_server(environment):
     server_environment.update(environment)
     own = dict(os.environ)
     os.environ.clear()
-    os.environ.update(environment)
+    # The server finds "warm" here. Each run has the PYTHONPATH of its own environment.
+    os.environ.update(environment, PYTHONPATH=str(Path(__file__).parent))
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

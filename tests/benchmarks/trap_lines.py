@@ -273,11 +273,10 @@ GROUPED = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 320}
 GROUPED |= {"num_hidden_layers": 3, "num_key_value_heads": 2, "tie_word_embeddings": True}
 
 
-def lines(number="", max_steps=None):
+def lines(number=""):
     """Single lines left out or changed: losses and norms of the gradients. `lines-02`: of stage 02.
 
-    On the default data. Most of these mistakes raise no error, and some do not show in the loss.
-    With `max_steps` each run ends there, if it does not end before."""
+    On the default data. Most of these mistakes raise no error, and some do not show in the loss."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("COURSE_HF_HOME", folder)
@@ -290,8 +289,6 @@ def lines(number="", max_steps=None):
                 place = Path(folder, str(len(rows)))
                 path = mutant(place, stage, *edits)
                 more = ["--log-freq", 1, "-e", "a", "--save-dir", place]
-                if max_steps and int(re.search(r"--max-steps (\d+)", flags)[1]) > max_steps:
-                    more += ["--max-steps", max_steps]
                 how = {"path": path, "cwd": folder, "check": not edits}
                 result = run(stage, processes, *flags.split(), *more, **how)
                 rows.append([where, change, *what_it_logs(place / "a", result)])

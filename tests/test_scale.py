@@ -37,9 +37,12 @@ def test_the_longest_sequence_is_the_longest_that_fits(checkpointing):
 
 
 @pytest.mark.slow
-def test_what_a_rank_sends_for_the_experts_of_a_block():
+@pytest.mark.parametrize(
+    ("ranks", "expert_size", "dtype", "checkpointing"),
+    [(4, 2, "bf16", True), (2, 1, "fp32", False)],
+)
+def test_what_a_rank_sends_for_the_experts_of_a_block(ranks, expert_size, dtype, checkpointing):
     """To the byte, if all experts have equally many rows."""
-    ranks, expert_size, dtype, checkpointing = 4, 2, "bf16", True
     how = ("10-expert-parallel", expert_size, dtype, checkpointing, True)
     counted = bench_experts.on_a_group(ranks, bench_experts.sent_for_a_block, *how)
     config, size = bench_experts.tiny(), bench_experts.DTYPES[dtype].itemsize

@@ -126,6 +126,7 @@ def environment(**more):
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
     clean = {k: v for k, v in AT_START.items() if not k.startswith(dropped) and k not in names}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    clean["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes that import torch first
     return clean | {"HF_HOME": os.environ["COURSE_HF_HOME"]} | more
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -17,7 +16,7 @@ import torch
 import transformers
 from bench_common import table
 from conftest import ROOT, end, environment, load, metrics, run, save_mixture
-from nodes import free_port
+from nodes import free_port, launcher_environment
 from published import MODELS, save_config
 from test_tensor_parallel import planned_bytes, watched_stage
 
@@ -263,8 +262,8 @@ def run_as_printed(command, folder):
     own |= {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     runs = []
     for place in places:
-        environ = os.environ | own | {"LOCAL_ADDR": place}
-        run = subprocess.Popen(["bash", "-c", command], cwd=ROOT, env=environ, **PIPES)
+        how = {"cwd": ROOT, "env": launcher_environment(**own, LOCAL_ADDR=place), **PIPES}
+        run = subprocess.Popen(["bash", "-c", command], **how)
         runs.append(run)
     try:
         outputs = [run.communicate(timeout=600)[0] for run in runs]

@@ -49,16 +49,31 @@ def compare(name, new, old):
 
 
 LONG = ("join", "context-parallel", "pipeline-parallel")
-SHORT = tuple(name for name in traps.TRAPS if name not in (*LONG, "lines"))
-TOGETHER = [SHORT, *((name,) for name in LONG)]
+SHORT = [name for name in traps.TRAPS if name not in (*LONG, "lines")]
 
 
-@pytest.mark.parametrize("names", TOGETHER, ids=["short", *LONG])
-def test_tables_are_made_again(tmp_path, names):
-    make(names, tmp_path)
-    for name in names:
-        new, old = ((folder / f"trap-{name}.md").read_text() for folder in (tmp_path, STORED))
-        compare(name, new, old)
+def stored(name):
+    """The lines of a stored table."""
+    text = (STORED / f"trap-{name}.md").read_text()
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def test_short_tables_are_made_again(tmp_path):
+    make(SHORT, tmp_path)
+    for name in SHORT:
+        compare(name, *((at / f"trap-{name}.md").read_text() for at in (tmp_path, STORED)))
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_table_is_made_again(name):
+    """In this process, which has a fork server already. Each mistake in splitting sequences shows
+    in losses or norms, which are compared with those of the script as it is, the first row."""
+    head, rows = traps.TRAPS[name]()
+    compare(name, table(head, rows).strip(), "\n".join(stored(name)))
+    if name == "context-parallel":
+        (_, *right, _), *others = rows
+        for mistake, *wrong, _ in others:
+            assert wrong != right, mistake
 
 
 # Changes after which the losses, norms and evaluations are right: two show elsewhere, one is right.
@@ -74,9 +89,8 @@ RIGHT = {
 def test_the_lines_of_a_stage_are_made_again(number):
     """They are those rows of the stored table that begin with its number, or follow one. Whoever
     compares the numbers with those of the stage as it is notices each line that is broken."""
-    stored = [line for line in (STORED / "trap-lines.md").read_text().splitlines() if "|" in line]
-    old, is_own = stored[:2], False
-    for row in stored[2:]:
+    old, is_own = stored("lines")[:2], False
+    for row in stored("lines")[2:]:
         if not row.startswith("|  |"):
             is_own = row.startswith(f"| {number}, ")
         if is_own:

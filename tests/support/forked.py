@@ -65,6 +65,8 @@ PACKAGES = [
 ]
 # Prefixes of variables that take effect when a package is imported, or when Python starts.
 READ_AT_IMPORT = ("CUDA_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH")
+# But not these: `execute` reads the first, and PyTorch the second when it compiles.
+READ_LATER = {"PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"}
 # Seconds that ranks have between SIGTERM and SIGKILL, as with torchrun.
 GRACE = 30
 OUTPUTS = ("stdout", "stderr")
@@ -82,7 +84,7 @@ def read_at_import(environment):
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(READ_AT_IMPORT) and name != "PYTHONPATH"  # `execute` reads it
+        if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
     }
 
 

@@ -333,6 +333,12 @@ def mount_small_disk(folder, megabytes):
         pytest.skip("a small disk needs root and mount")
 
 
+def pytest_collection_modifyitems(items):
+    """Begins with the files whose tests take longest, so that no worker ends with one of them while
+    the others have nothing left to do."""
+    items.sort(key=lambda item: item.path.stem not in ("test_launchers", "test_traps"))
+
+
 def pytest_terminal_summary(terminalreporter):
     """Prints a line for each reason for which tests were skipped, with their number."""
     skipped = terminalreporter.stats.get("skipped", ())

@@ -10,8 +10,6 @@ from conftest import metrics, mutant, run
 
 DCT = "-s 128 --global-batch-size 16 -b 2 --max-steps 10"
 COMPRESSED = "-s 128 --global-batch-size 16 -b 4 --max-steps 10 --compression"
-# As in `context_parallel` of traps.py, which has other lines of stage 09.
-EIGHT = "-s 64 --max-steps 8 --warmup-steps 0 --eval-sequences 64"
 ZIGZAG = "    return rank, 2 * context_mesh.size() - 1 - rank"
 CONTIGUOUS = (ZIGZAG, "    return 2 * rank, 2 * rank + 1")
 IN_ORDER = "    return torch.cat(first.unbind() + second.unbind()[::-1], dim=2)"
@@ -202,7 +200,8 @@ LINES = [
     (
         "09-context-parallel",
         2,
-        EIGHT,
+        # As in `context_parallel` of traps.py, which has other lines of this stage.
+        "-s 64 --max-steps 8 --warmup-steps 0 --eval-sequences 64",
         {
             "`return 2 * rank, 2 * rank + 1`": [CONTIGUOUS],
             "the same, and the chunks are gathered in pairs": [CONTIGUOUS, (IN_ORDER, IN_PAIRS)],

@@ -23,6 +23,7 @@ COLUMNS = {
     "train/loss": ".4f",
     "eval/loss": ".4f",
     "tokens/s": ",.0f",
+    "TFLOP/s per device": ",.1f",
     "MFU": ".1%",
     "step, ms": ",.1f",
     "peak memory, GB": ".3f",
@@ -37,7 +38,7 @@ def main():
     runs = {folder.name: read_run(folder) for folder in args.folders}
     if len(runs) < len(args.folders):
         fail(f"two folders have the same name: {' '.join(folder.name for folder in args.folders)}")
-    print_table(runs)
+    print_table(runs, args.gpu)
     draw(runs, args.picture)
     print_comet(args.folders)
 
@@ -48,6 +49,8 @@ def parse_args():
     )
     parser.error = fail
     parser.add_argument("folders", nargs="+", type=Path, help="folders of named runs")
+    gpu_help = "the GPU of the runs, for their MFU: a name that plan.py knows, such as H100"
+    parser.add_argument("--gpu", default="", help=gpu_help)
     default = Path(__file__).parent / "outputs" / "compare.svg"
     help = "where to write it: .svg, .png or .pdf, default: %(default)s"
     parser.add_argument("--picture", type=Path, default=default, help=help)
@@ -83,7 +86,7 @@ def read_run(folder):
     return steps
 
 
-def summary(steps):
+def summary(steps, peak):
     """The numbers of the table by column, None where a run has not logged one.
 
     Speeds and times are medians over the logged steps without the first, which is slower than the
@@ -96,22 +99,29 @@ def summary(steps):
         return statistics.median(values) if values else None
 
     sent = median("comm/bytes_per_step")
+    tflops = median("throughput/tflops_per_device")
     return {
         "steps": last["step"],
         "train/loss": last["train/loss"],
         "eval/loss": last.get("eval/loss"),
         "tokens/s": median("throughput/tokens_per_second"),
-        "MFU": median("throughput/mfu"),
+        "TFLOP/s per device": tflops,
+        "MFU": 1e12 * tflops / peak if tflops and peak else None,
         "step, ms": median("time/total_ms"),
-        "peak memory, GB": max(step["memory/peak_allocated_gb"] for step in steps),
+        "peak memory, GB": max(step["memory/peak_gb"] for step in steps),
         "state, GB": last["memory/state_gb"],
         "sent per step, MB": None if sent is None else sent / 1e6,
     }
 
 
-def print_table(runs):
+def print_table(runs, gpu):
     """Prints a table in Markdown: a row for each run. Columns without any number are left out."""
-    rows = {name: summary(steps) for name, steps in runs.items()}
+    peak = 0
+    if gpu:
+        from plan import peak_flops  # takes seconds to import
+
+        peak = peak_flops(gpu) or fail(f"--gpu {gpu}: its peak is not known")
+    rows = {name: summary(steps, peak) for name, steps in runs.items()}
     columns = [title for title in COLUMNS if any(row[title] is not None for row in rows.values())]
     print(f"| run | {' | '.join(columns)} |")
     print(f"| --- |{' ---: |' * len(columns)}")
@@ -140,7 +150,7 @@ def draw(runs, path):
 
     names = list(runs)
     colors = {name: f"C{i % 10}" for i, name in enumerate(names)}
-    rows = [summary(steps) for steps in runs.values()]
+    rows = [summary(steps, 0) for steps in runs.values()]
     # About 820 pixels wide, as wide as a page on GitHub.
     figure, axes = pyplot.subplots(3, 2, figsize=(8.6, 8.5))
     (loss, legend), (rate, memory), (sent, parts) = axes
@@ -155,7 +165,7 @@ def draw(runs, path):
 
     bars(rate, names, [row["tokens/s"] for row in rows], colors, "tokens/s", ",.0f")
     states = [row["state, GB"] for row in rows]
-    if any(is_on_cpu(steps[-1]) for steps in runs.values()):
+    if max(states) < 0.1:  # of a small model, next to which a process is mostly Python
         bars(memory, names, [1000 * x for x in states], colors, "state of a process, MB", ",.1f")
     else:
         peaks = [row["peak memory, GB"] for row in rows]
@@ -188,11 +198,6 @@ def draw(runs, path):
     except (OSError, ValueError) as error:
         fail(f"--picture {path}: {error}")
     print(f"picture: {path}")
-
-
-def is_on_cpu(step):
-    """Whether the memory that was logged is that of the whole process, most of it Python's."""
-    return step["memory/peak_allocated_gb"] == step.get("memory/peak_reserved_gb")
 
 
 def bars(axis, names, numbers, colors, title, form):

@@ -14,6 +14,7 @@ usual speed.
 import argparse
 import json
 import math
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 import transformers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from logs_and_checkpoints import EXPERTS_PER_TOKEN, fail, flops_per_token, peak_flops
+from logs_and_checkpoints import fail
 
 # GB of a GPU; GB/s at which it sends to another GPU of its machine, by NVLink or, from L40S on, by
 # PCIe x16; and its share of the network of a usual machine, in Gbit/s. A GB is 1e9 bytes. Sources:
@@ -33,6 +34,16 @@ GPUS = {"H100": (80, 450, 400), "H200": (141, 450, 400), "B200": (180, 900, 400)
 GPUS |= {"A100": (80, 300, 200)}
 GPUS |= {"L40S": (48, 32, 12.5), "L4": (24, 32, 12.5), "A10": (24, 32, 12.5)}
 GPUS |= {"RTX 3090": (24, 32, 12.5), "RTX 4090": (24, 32, 12.5), "RTX 5090": (32, 64, 12.5)}
+# Peak TFLOP/s of dense bf16 matrix products with fp32 accumulation (T4: fp16), from NVIDIA's data
+# sheets and, for GeForce, white papers. The first pattern that is found in the device's name
+# counts. $ is the end of the name: "RTX 4090 Laptop GPU" is another chip.
+PEAK_TFLOPS = {"T4$": 65, "A10$": 125, "A10G": 70, "L4$": 121, "L40S": 362, "A100": 312}
+PEAK_TFLOPS |= {"RTX 3090$": 71, "RTX 4090$": 165.2, "RTX 5090$": 209.5}
+PEAK_TFLOPS |= {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989}
+PEAK_TFLOPS |= {"GB[23]00": 2500, "B[23]00": 2250}
+# What configs call the number of experts in a mixture of experts, and of those that a token uses.
+NUM_EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts"
+EXPERTS_PER_TOKEN = "num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k"
 # The share of a link's speed that collectives reach.
 LINK_SHARE = 0.8
 # The share of a GPU's memory that plans may use. On an H100 the peaks of what PyTorch's tensors
@@ -42,6 +53,7 @@ MEMORY_SHARE = 0.9
 # Types of models whose blocks keep what the formulas say.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 BF16, FP32 = 2, 4  # bytes
+TINY = Path(__file__).parent / "tiny"
 
 
 @dataclass
@@ -119,30 +131,18 @@ def main(args):
 def load_model(args):
     """Reads the config as the scripts do, and builds the model on the meta device."""
     name = args.model_name
-    if name == "tiny":  # as in the scripts
-        config = transformers.LlamaConfig(
-            vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=320,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-    else:
-        try:
-            config = transformers.AutoConfig.from_pretrained(name).get_text_config()
-        except Exception as error:  # of several types
-            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-            fail(f"--model-name {name}: AutoConfig cannot load it: {reason}")
-        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            kind = config.model_type
-            fail(f"--model-name {name}: transformers has no language model of type {kind}")
-        files = {path.name for path in Path(name).glob("[!.]*")}
-        is_config_alone = files and files <= {"config.json", "generation_config.json"}
-        args.from_scratch = args.from_scratch or is_config_alone
+    path = TINY if name == "tiny" else name
+    try:
+        config = transformers.AutoConfig.from_pretrained(path).get_text_config()
+    except Exception as error:  # of several types
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        fail(f"--model-name {name}: AutoConfig cannot load it: {reason}")
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = config.model_type
+        fail(f"--model-name {name}: transformers has no language model of type {kind}")
+    files = {path.name for path in Path(path).glob("[!.]*")}
+    is_config_alone = files and not any(file.endswith((".safetensors", ".bin")) for file in files)
+    args.from_scratch = args.from_scratch or (name != "tiny" and is_config_alone)
     longest = getattr(config, "max_position_embeddings", None) or sys.maxsize
     args.seq_length = args.seq_length or min(1024, longest)
     if not 2 <= args.seq_length <= longest:
@@ -185,6 +185,35 @@ def experts_of(model):
                     "experts_per_token": getattr(model.config, per_token[0]),
                 }
     return {}
+
+
+def peak_flops(device_name):
+    """Peak FLOP/s of a device. 0 if it is unknown, or a part of a GPU (MIG)."""
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(pattern, device_name) and "MIG" not in device_name:
+            return tflops * 1e12
+    return 0
+
+
+def flops_per_token(model, seq_length):
+    """Floating-point operations per token, forward and backward (PaLM, arXiv:2204.02311, app. B).
+
+    6 N + 12 L H D T, for L layers, H heads of D dimensions, T tokens. N are the parameters that a
+    token uses: of the embeddings those that are also the output layer, of the experts its own.
+    """
+    config = model.config
+    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    embeddings.discard(model.get_output_embeddings().weight)
+    parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
+
+    num_experts = next(filter(None, (getattr(config, n, 0) for n in NUM_EXPERTS.split())), 1)
+    used = next(filter(None, (getattr(config, n, 0) for n in EXPERTS_PER_TOKEN.split())), 1)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    parameters -= experts * (1 - used / num_experts)
+
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size / max(heads, 1)
+    return 6 * parameters + 12 * config.num_hidden_layers * heads * head_dim * seq_length
 
 
 # What can be run, and the best of it

@@ -29,7 +29,6 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import NamedTuple
 
 import datasets
@@ -38,7 +37,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import transformers
-from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 
 transformers.logging.set_verbosity_error()  # hides warnings
@@ -153,19 +151,8 @@ def fail(message):
 
 def load_tokenizer(name):
     """Loads the tokenizer of a model: a hub id, a folder, or tiny."""
-    if name == "tiny":
-        return tiny_tokenizer()
-    return transformers.AutoTokenizer.from_pretrained(name)
-
-
-def tiny_tokenizer():
-    """A byte-level BPE of 1,024 tokens, trained on python-docs: the same in every process.
-
-    <|endoftext|> has number 0, and the 256 bytes follow it."""
-    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
-    return tokenizer.train_new_from_iterator(topics.values(), vocab_size=1024, show_progress=False)
+    path = Path(__file__).parent / "tiny" if name == "tiny" else name
+    return transformers.AutoTokenizer.from_pretrained(path)
 
 
 def default_length(row, columns, tokenizer):

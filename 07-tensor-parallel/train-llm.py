@@ -8,14 +8,11 @@ Try it; train on a text of your own; train a pretrained model further. Without -
 """
 
 import argparse
-import glob
 import itertools
 import json
 import logging
 import math
-import os
 import re
-import shlex
 import sys
 import time
 import zlib
@@ -37,11 +34,9 @@ import torch.nn.functional as F
 import transformers
 from logs_and_checkpoints import (
     LOCAL_RANK,
-    MEMORY_METRICS,
     RunLog,
-    check_same,
-    describe_run,
     fail,
+    flops_per_token,
     load_checkpoint,
     memory_gb,
     open_run_dir,
@@ -49,7 +44,6 @@ from logs_and_checkpoints import (
     save_final_model,
     say,
 )
-from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -81,6 +75,11 @@ logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Flags that are not given. beta2 is the decay rate of AdamW's second moment in each step.
+FROM_SCRATCH = {"num_epochs": 10, "lr": 2e-3, "weight_decay": 0.1, "beta2": 0.95}
+PRETRAINED = {"num_epochs": 3, "lr": 2e-5, "weight_decay": 0.01, "beta2": 0.999}
+# What `-m tiny` means: the config and tokenizer of a small model, without weights.
+TINY = ROOT / "tiny"
 # Inside of attention and MLP a rank has all tokens, but only some heads, or some features, as plain
 # tensors. Between them it has all features, but only some tokens (this is called sequence
 # parallelism): a DTensor that is split in dimension 1 of the hidden states, (B, T, hidden size).
@@ -110,11 +109,9 @@ GATHER_TOKENS = {
 @record  # torchrun shows the traceback of the process that failed first
 @loss_parallel()  # cross-entropy of logits of which each rank has a part of the vocabulary
 def main(args):
-    if "RANK" not in os.environ:
+    if not dist.is_torchelastic_launched():
         fail("this stage needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(args.device)
-    args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
     if args.cpu_offload and args.dtype == "fp16":
         fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
@@ -129,6 +126,9 @@ def main(args):
     # world_size - 1. They communicate through collectives: operations that every rank must call,
     # such as all_reduce, which gives every rank the sum of a tensor over all ranks. On GPUs they
     # are implemented by NCCL, NVIDIA's library, and on the CPU by Gloo, which comes with PyTorch.
+    # A collective fails when it waits for longer than a timeout, but loading data or a model may
+    # take hours.
+    timeout = timedelta(hours=12)
     if device.type == "cuda":
         # The local rank is the number of a process on its machine. Each takes a GPU of its own.
         device = torch.device("cuda", LOCAL_RANK)
@@ -136,56 +136,45 @@ def main(args):
         # With --cpu-offload gradients are in CPU memory, and so are the norms that the ranks add up
         # to clip them. NCCL cannot do this, Gloo can.
         backend = "cpu:gloo,cuda:nccl" if args.cpu_offload else "nccl"
-        dist.init_process_group(backend, device_id=device)
+        dist.init_process_group(backend, device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo")
-    # A barrier is a collective that returns when every rank has called it. A collective fails when
-    # it waits for longer than its timeout, but loading data or a model may take hours. So the ranks
-    # wait for that in a process group of its own, with a long timeout.
-    loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        dist.init_process_group("gloo", timeout=timeout)
 
     # Data: sequences of one length, cut from the documents.
-    config, weights = load_config(args.model_name, args.from_scratch)
+    config = load_config(args.model_name)
     tokenizer = load_tokenizer(args.model_name, args.dataset_name)
     # The first rank of each machine tokenizes, and then the others read the result from the cache.
+    # A barrier is a collective that returns when every rank has called it.
     if LOCAL_RANK > 0:
-        dist.barrier(loading_group)
-    train_data, eval_data = load_data(args, config, tokenizer)
+        dist.barrier()
+    train_data, eval_data, seq_length = load_data(args, config, tokenizer)
     if LOCAL_RANK == 0:
-        dist.barrier(loading_group)
-    experiment = check_data(args, config, train_data, eval_data)
-    # Flags and data must be the same on all ranks: another machine may have other files.
-    flags_and_contents = {**vars(args), **experiment}
-    of_all_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
-    for number, other in enumerate(of_all_ranks):
-        check_same(flags_and_contents, other, f"on rank {number}")
+        dist.barrier()
+    experiment = check_data(args, config, train_data, eval_data, seq_length)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
-    # The ranks are arranged in a table, a mesh. A row is a tensor group: its ranks train on the
-    # same sequences, and each computes a part of every layer. A column is a data group: within it
-    # the model is sharded as in stage 03, and each rank trains on other sequences. The ranks of a
-    # row communicate several times in a block, so they should be on one machine. They are if its
-    # number of processes is a multiple of tensor_size, because they have consecutive numbers.
+    # A mesh is a table of the ranks. Those that differ in one of its dimensions alone form a group.
+    #   "shard": they train on different tokens, and have different shards of the same parameters.
+    #   "tensor": they train on the same tokens, and each computes a part of every layer. They
+    #   communicate several times in a block, so they have consecutive numbers.
     world_size, tensor_size = dist.get_world_size(), args.tensor_size
     if world_size % tensor_size > 0:
         fail(f"--tensor-size {tensor_size}: does not divide {world_size} processes")
     mesh = init_device_mesh(
         device.type, (world_size // tensor_size, tensor_size), mesh_dim_names=("shard", "tensor")
     )
+    # The ranks that share the work of a global batch.
     data_group = mesh.get_group("shard")
     num_shares = dist.get_world_size(data_group)
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
-    if args.num_epochs is None:
-        args.num_epochs = 3 if weights else 10
     steps_per_epoch = len(train_data) // args.global_batch_size
     total_steps = args.num_epochs * steps_per_epoch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     say(
-        f"{args.dataset_name}: {len(train_data)} sequences of {args.seq_length} tokens and "
+        f"{args.dataset_name}: {len(train_data)} sequences of {seq_length} tokens and "
         f"{len(eval_data)} held out, {total_steps} steps"
     )
 
@@ -201,25 +190,20 @@ def main(args):
         f"{grad_accum_steps} micro-batch(es) of at most {args.batch_size}"
     )
 
-    # The final model is exported in fp32, or in bf16 if the pretrained weights were bf16 and the
-    # training uses bf16.
-    if args.export_dtype is None:
-        began_in_bf16 = weights is not None and config.dtype == torch.bfloat16
-        args.export_dtype = "bf16" if began_in_bf16 and args.dtype == "bf16" else "fp32"
-
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # small updates would be rounded away.
     # The model may be too large for one GPU, and for the CPU if all ranks load it. So rank 0 alone
     # does. The others build it on the meta device, where tensors have a shape but no storage.
     is_rank_0 = dist.get_rank() == 0
+    weights = None if args.from_scratch else args.model_name
+    export_dtype = (weights and config.dtype) or torch.float32  # that of the pretrained weights
     with torch.device("cpu" if is_rank_0 else "meta"):
         model = load_model(config, weights if is_rank_0 else None, args.attn, args.seed)
     full_weights = model.state_dict()
-    dist.barrier(loading_group)
-    run_info = describe_run(model, args.seq_length, device)
+    flops = flops_per_token(model, seq_length)
     say(
-        f"{run_info['parameters']:,} parameters, {'pretrained' if weights else 'random'} weights, "
-        f"{run_info['attn']}, {args.dtype}, {device}"
+        f"{model.num_parameters():,} parameters, {'pretrained' if weights else 'random'} weights, "
+        f"{model.config._attn_implementation}, {args.dtype}, {device}"
     )
 
     # The transformer blocks. In most models of transformers, the library, they are of this class.
@@ -227,18 +211,19 @@ def main(args):
     if not blocks:
         fail(f"--model-name {args.model_name}: no transformer blocks were found in it")
 
+    # Tensor parallelism: each rank of a tensor group has a part of every matrix, and computes with
+    # it a part of the result.
+    split_layers(model, mesh["tensor"])
+
     # torch.compile compiles the first block and uses the result for the others: their code is the
     # same. Compiling the whole model would take many times as long. The loss is compiled too: its
     # intermediate results are the largest tensors of a step, and compiled code never stores them.
-    if args.compile is None:
-        args.compile = device.type == "cuda"
+    # Each size of a micro-batch has its own code (`dynamic=False`), which is faster.
     loss_fn = sum_cross_entropy
     if args.compile:
-        # Where blocks differ, in a scale by depth for example, each is compiled, and once more for
-        # a smaller micro-batch. By default a function is compiled at most 8 times.
-        torch._dynamo.config.recompile_limit += 2 * len(blocks)
+        torch._dynamo.config.recompile_limit = 8 * len(blocks)  # by default it gives up after 8
         for block in blocks:
-            block.forward = compile_for_training(block.forward)
+            block.forward = torch.compile(block.forward, dynamic=False)
         loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
         # PyTorch keeps compiled code for later runs. Where DTensors are compiled, one rank may get
         # the code of another (pytorch#188390), and compute the loss of the wrong tokens.
@@ -253,13 +238,9 @@ def main(args):
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
             )
 
-    # Tensor parallelism: each rank of a tensor group has a part of every matrix, and computes with
-    # it a part of the result.
-    split_layers(model, mesh["tensor"])
-
-    # Sharding: each rank keeps 1 / num_shares of each of its parts, its shard. FSDP gathers the
-    # parts of a block from the data group before its forward pass, frees them after it, and gathers
-    # them again for its backward pass. Then it averages their gradients over the data group,
+    # Sharding: each rank keeps an equal part of its parameters, its shards. FSDP gathers those of a
+    # block from the shard group before its forward pass, frees them after it, and gathers them
+    # again for its backward pass. Then it averages the gradients of the block over the shard group,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
     # gradients of a few blocks at a time, and those outside the blocks, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
@@ -275,25 +256,29 @@ def main(args):
     send_weights(model, full_weights, device, args.cpu_offload)
     del full_weights
 
+    def forward(input_ids):
+        """Logits, (B, T, V), of token ids, (B, T)."""
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        if not torch.is_grad_enabled():
+            model.reshard()  # the root module stays gathered until a backward pass
+        return logits
+
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
-    if args.lr is None:
-        args.lr = 2e-5 if weights else 2e-3
-    if args.weight_decay is None:
-        args.weight_decay = 0.01 if weights else 0.1
-    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # decay rates of the moments in each step
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
+    optimizer = torch.optim.AdamW(groups, args.lr, (0.9, args.beta2), fused=True)
 
     # The learning rate rises in the warm-up. AdamW's first updates are as large as later ones, but
     # their direction is uncertain: its moments are still means of only a few gradients.
-    if args.warmup_steps is None:
-        args.warmup_steps = min(100, total_steps // 10)
+    warmup_steps = args.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = min(100, total_steps // 10)
+    flags = {**vars(args), "seq_length": seq_length, "warmup_steps": warmup_steps}
 
     # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
     # the backward pass, and divides the gradients by it afterwards. It does nothing for bf16 and
@@ -302,14 +287,11 @@ def main(args):
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
     # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
-    resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
+    resumed = load_checkpoint(run_dir, model, optimizer, experiment, flags)
     steps_done = resumed["step"]
-    if steps_done >= total_steps and resumed["is_exported"]:
-        say(f"{run_dir} is finished: to export the model again, remove final_model")
-        return
     if resumed.get("scaler"):
         scaler.load_state_dict(resumed["scaler"])
-    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), vars(args), run_info)
+    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), flags, flops)
 
     for step in range(steps_done + 1, total_steps + 1):
         # Data. The seed and the epoch alone decide the order of an epoch's sequences, and the step
@@ -340,7 +322,7 @@ def main(args):
                 model.set_requires_gradient_sync(is_last)
                 model.set_reshard_after_backward(is_last)
 
-            loss = loss_sum(model, input_ids, targets, loss_fn)
+            loss = loss_fn(forward(input_ids), targets)
             step_loss += loss.detach()
             log.lap("forward")
 
@@ -356,7 +338,7 @@ def main(args):
         # batch does not dominate the moments of AdamW for many steps.
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        lr = args.lr * lr_factor(step, args.lr_scheduler, args.warmup_steps, total_steps)
+        lr = args.lr * lr_factor(step, args.lr_scheduler, warmup_steps, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         scaler.step(optimizer)
@@ -370,16 +352,15 @@ def main(args):
         is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step)
         if step == steps_done + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
             dist.all_reduce(step_loss, group=data_group)
-            memory = memory_gb(model, optimizer, device)
-            dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
             grad_norm = grad_norm.full_tensor()  # the norms of all shards combined
             metrics = {
                 "train/loss": step_loss.item() / num_targets.item(),
                 "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": lr,
                 "train/epoch": step / steps_per_epoch,
+                "train/tokens_seen": step * args.global_batch_size * seq_length,
                 **log.pop_times(),
-                **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
+                **memory_gb(model, optimizer, device),
             }
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
@@ -390,7 +371,7 @@ def main(args):
         if is_save_step:
             values = {
                 "experiment": experiment,
-                "flags": vars(args),
+                "flags": flags,
                 "comet_key": log.comet_key,
                 "scaler": scaler.state_dict(),
             }
@@ -398,21 +379,20 @@ def main(args):
 
         # Evaluate on text that the model was not trained on.
         if args.eval_freq and step % args.eval_freq == 0 and not is_last_step:
-            results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
+            results = evaluate(forward, eval_data, args.batch_size, device, loss_fn, data_group)
             log.step(step, results)
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
     # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
     # Each token gathers all parameters again, so the sample is shorter than in stages 01 and 02.
-    results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group)
-    prompt, text = sample(model, eval_data[0], 64, tokenizer, device)
+    results = evaluate(forward, eval_data, args.batch_size, device, loss_fn, data_group)
+    prompt, text = sample(forward, eval_data[0], 64, tokenizer, device)
     log.step(log.last_step, results)
     say(f"prompt, from text that the model was not trained on: {prompt}")
     say(f"what the model writes after it: {text}")
     if run_dir:
-        save_final_model(run_dir, model, tokenizer, DTYPES[args.export_dtype])
+        save_final_model(run_dir, model, tokenizer, export_dtype)
     log.close()
-    dist.barrier(loading_group)  # rank 0 writes the model, and may still send to Comet
 
 
 def split_layers(model, mesh):
@@ -508,32 +488,12 @@ def make_micro_batches(data, indices, batch_size, device, group):
     return micro_batches, num_targets
 
 
-def loss_sum(model, input_ids, targets, loss_fn):
-    """The sum of the loss over all targets, in nats: a scalar on the device.
-
-    `loss_fn` is `sum_cross_entropy`, compiled or not."""
-    logits = model(input_ids=input_ids, use_cache=False).logits
-    # The loss is a DTensor, as the logits are. Each rank has the whole sum.
-    return loss_fn(logits, targets).to_local()
-
-
 def sum_cross_entropy(logits, targets):
-    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    """The sum of the loss over all targets in nats, computed in fp32: a scalar.
 
-
-def compile_for_training(forward):
-    """Returns a function that runs `forward`, compiled if gradients are enabled, else as it is.
-
-    Without gradients it would need other code, and to compile that would take as long again.
-    `dynamic=False`: each batch size has its own code. Otherwise a smaller micro-batch would replace
-    the code for the full ones with slower code for all sizes."""
-    compiled_forward = torch.compile(forward, dynamic=False)
-
-    def forward_or_compiled(*args, **kwargs):
-        return (compiled_forward if torch.is_grad_enabled() else forward)(*args, **kwargs)
-
-    return forward_or_compiled
+    Shapes: logits (B, T, V), targets (B, T)."""
+    loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+    return loss.to_local()  # a DTensor, as the logits are: each rank has the whole sum
 
 
 def lr_factor(step, schedule, warmup_steps, total_steps):
@@ -561,7 +521,7 @@ def check_finite(step, metrics, scaler):
 
 
 @torch.no_grad()
-def evaluate(model, data, batch_size, device, loss_fn, group):
+def evaluate(forward, data, batch_size, device, loss_fn, group):
     """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
 
     There is no model.eval(): dropout is 0 in training too."""
@@ -572,9 +532,8 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
     for start in range(0, len(data), global_batch_size):
         batch = indices[start : start + global_batch_size]
         [(input_ids, targets)], count = make_micro_batches(data, batch, batch_size, device, group)
-        total += loss_sum(model, input_ids, targets, loss_fn)
+        total += loss_fn(forward(input_ids), targets)
         num_targets += count
-    model.reshard()  # the root module stays gathered until a backward pass, and there is none here
     dist.all_reduce(total, group=group)
     dist.all_reduce(num_targets, group=group)
     loss = (total / num_targets).item()  # NaN if there is no target
@@ -582,7 +541,7 @@ def evaluate(model, data, batch_size, device, loss_fn, group):
 
 
 @torch.no_grad()
-def sample(model, row, num_tokens, tokenizer, device):
+def sample(forward, row, num_tokens, tokenizer, device):
     """Returns a prompt, the beginning of a row of data, and what the model writes after it.
 
     The prompt ends where an answer begins or, if all of the row is text, after 32 tokens."""
@@ -595,12 +554,11 @@ def sample(model, row, num_tokens, tokenizer, device):
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
         # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
-        logits = model(input_ids=tokens, use_cache=False).logits[0, i - 1]
+        logits = forward(tokens)[0, i - 1]
         logits = logits.full_tensor()  # gathers the logits of one token
         # A temperature below 1, here 0.6, makes likely tokens likelier.
         probabilities = (logits.float().cpu() / 0.6).softmax(0)
         tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-    model.reshard()  # as in `evaluate`
 
     text = tokenizer.decode(tokens[0, start:])
     if tokenizer.eos_token:
@@ -608,57 +566,25 @@ def sample(model, row, num_tokens, tokenizer, device):
     return tokenizer.decode(tokens[0, :start]), text
 
 
-def default_dtype(device):
-    """bf16 on a GPU, but fp16 on those that do not compute in bf16, such as V100 and T4."""
-    if device.type == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-
-
-def load_config(name, from_scratch):
-    """Returns the model's config, and the path or hub id of its weights.
-
-    The latter is None if the model starts from random weights."""
-    if name == "tiny":
-        config = transformers.LlamaConfig(
-            vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=320,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return config, None
-
-    config = load_pretrained(transformers.AutoConfig, name)
+def load_config(name):
+    """The config of a model, without dropout."""
+    config = transformers.AutoConfig.from_pretrained(name)
     config = config.get_text_config()  # the language part of a multimodal model
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        fail(f"--model-name {name}: transformers has no language model of type {config.model_type}")
     config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
     # No dropout: its random numbers would depend on how a batch is split.
     for key, value in vars(config).items():
         if value and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
-    return config, None if from_scratch else name
+    return config
 
 
 def load_tokenizer(model_name, dataset_name):
     """The tokenizer of the model, or that of prepare.py, which may have added a chat template."""
-    files = {path.name for path in Path(model_name).glob("[!.]*")}
-    is_config_alone = files and files <= {"config.json", "generation_config.json"}
-    if is_config_alone:
-        say(f"{model_name} has no tokenizer: it gets that of tiny")
-    if model_name == "tiny" or is_config_alone:
-        tokenizer = tiny_tokenizer()
-    else:
-        tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without files, transformers makes a tokenizer of special tokens only.
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-            fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+    # Without files, transformers makes a tokenizer of special tokens only.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 
     prepared = Path(dataset_name, "tokenizer")
     if not prepared.exists():
@@ -670,27 +596,8 @@ def load_tokenizer(model_name, dataset_name):
     return tokenizer
 
 
-def tiny_tokenizer():
-    """A byte-level BPE of 1,024 tokens, trained on python-docs: the same in every process.
-
-    <|endoftext|> has number 0, and the 256 bytes follow it."""
-    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
-    return tokenizer.train_new_from_iterator(topics.values(), vocab_size=1024, show_progress=False)
-
-
-def load_pretrained(auto_class, name, **options):
-    """The result of auto_class.from_pretrained. Ends the run with one line if loading fails."""
-    try:
-        return auto_class.from_pretrained(name, **options)
-    except Exception as error:  # tokenizers and safetensors raise exceptions of their own
-        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        fail(f"--model-name {name}: {auto_class.__name__} cannot load it: {reason}")
-
-
 def load_data(args, config, tokenizer):
-    """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
+    """Returns the sequences to train on, those to evaluate on, and their length.
 
     To evaluate on: the split validation or test, or else the last 5% of the training data."""
     name, path = args.dataset_name, Path(args.dataset_name)
@@ -703,42 +610,34 @@ def load_data(args, config, tokenizer):
         tokens = np.random.default_rng(0).integers(config.vocab_size, size=(4096, seq_length))
         splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
     elif (path / "train.parquet").exists():  # rows of tokens, from prepare.py
-        files = {file.stem: glob.escape(str(file)) for file in path.glob("*.parquet")}
+        files = {file.stem: str(file) for file in path.glob("*.parquet")}
         splits = datasets.load_dataset("parquet", data_files=files)
     elif path.suffix == ".txt" and path.exists() and path.stat().st_size <= 50_000_000:
         options = {"sample_by": "document", "encoding": "utf-8-sig"}  # by default, by line
-        splits = datasets.load_dataset("text", data_files=glob.escape(name), **options)
+        splits = datasets.load_dataset("text", data_files=name, **options)
     elif path.exists():
-        advice = how_to_prepare(args, seq_length)
-        fail(f"--dataset-name {name}: this is not a .txt file of up to 50 MB; {advice}")
+        fail(f"--dataset-name {name}: this is not a .txt file of up to 50 MB, run prepare.py on it")
     else:
         splits = datasets.load_dataset(name, args.dataset_subset)
 
-    if "train" not in splits:
-        fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
-    columns = splits["train"].features
+    columns = splits["train"].column_names
     has_tokens = set(columns) in ({"input_ids"}, {"input_ids", "labels"})
-    string_types = (datasets.Value("string"), datasets.Value("large_string"))
-    texts = [key for key in columns if columns[key] in string_types]
     if has_tokens and args.seq_length is None:
         seq_length = len(splits["train"][0]["input_ids"])
-    if not has_tokens and args.text_column not in texts:
-        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}, or "
-        fail(f"--dataset-name {name}: {choice}{how_to_prepare(args, seq_length)}")
+    if not has_tokens and args.text_column not in columns:
+        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}"
+        fail(f"--dataset-name {name}: {choice}, or run prepare.py on it, for chats for example")
     if not has_tokens and len(columns) > 1:
         say(f"training on the column {args.text_column} of {', '.join(columns)}")
     if not 2 <= seq_length <= longest:
         fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
-    args.seq_length = seq_length
 
     held_out = next((split for split in ("validation", "test") if split in splits), None)
-    if unread := splits.keys() - {"train", held_out}:
-        say(f"--dataset-name {name}: not read: {', '.join(sorted(unread))}")
     train = pack(splits["train"], args.text_column, tokenizer, seq_length)
     if held_out:
-        return train, pack(splits[held_out], args.text_column, tokenizer, seq_length)
+        return train, pack(splits[held_out], args.text_column, tokenizer, seq_length), seq_length
     num_train = len(train) - math.ceil(len(train) / 20)
-    return train.select(range(num_train)), train.select(range(num_train, len(train)))
+    return train.select(range(num_train)), train.select(range(num_train, len(train))), seq_length
 
 
 def python_docs():
@@ -751,18 +650,6 @@ def python_docs():
         texts.append("\n\n".join(part for part in paragraphs if part not in seen))
         seen.update(paragraphs)
     return texts
-
-
-def how_to_prepare(args, seq_length):
-    """The command of prepare.py that turns the data into rows of tokens."""
-    out = f"prepared/{Path(args.dataset_name).stem}"
-    command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
-    command += ["-d", args.dataset_name, "-s", str(seq_length), "-o", out]
-    if args.dataset_subset:
-        command += ["--dataset-subset", args.dataset_subset]
-    if args.text_column != "text":
-        command += ["--text-column", args.text_column]
-    return f"run `{shlex.join(command)}`, and then this command again with -d {out}"
 
 
 def pack(documents, column, tokenizer, seq_length):
@@ -806,23 +693,21 @@ def tokenize(texts, tokenizer):
         yield tokens
 
 
-def check_data(args, config, train_data, eval_data):
+def check_data(args, config, train_data, eval_data, seq_length):
     """Ends the run if it cannot train on these data. Returns what identifies the experiment.
 
     This dict is saved: a run that is resumed must have the same model and data, whatever their
-    names. So it holds the config and a checksum of the tokens, under the names of the flags that
-    they belong to."""
+    names. So it holds the config and a checksum of the tokens."""
     if len(train_data) < args.global_batch_size or len(eval_data) == 0:
-        size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
+        size = f"{len(train_data)} sequences of {seq_length} tokens, {len(eval_data)} held out"
         fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
 
     crc = 0
     batches = [data.with_format("numpy").iter(batch_size=1000) for data in (train_data, eval_data)]
     for rows in itertools.chain(*batches):
         for name, tokens in rows.items():
-            if tokens.shape[1:] != (args.seq_length,):  # of rows of several lengths it is ()
-                lengths = sorted({np.size(row) for row in tokens})[:3]
-                fail(f"--seq-length {args.seq_length}: the rows of {name} have {lengths} tokens")
+            if tokens.shape[1:] != (seq_length,):
+                fail(f"--seq-length {seq_length}: rows of {name} have other lengths")
             is_token = (tokens >= 0) & (tokens < config.vocab_size)
             if name == "labels":
                 is_token |= tokens == -100
@@ -835,36 +720,26 @@ def check_data(args, config, train_data, eval_data):
     for name in ("_name_or_path", "transformers_version"):
         config_values.pop(name, None)
     return {
-        "--seq-length": args.seq_length,
-        "--seed": args.seed,
-        "--global-batch-size": args.global_batch_size,
-        "--dataset-name (CRC-32 of its tokens)": crc,
-        **{f"--model-name ({name} in its config)": v for name, v in config_values.items()},
+        "seq_length": seq_length,
+        "seed": args.seed,
+        "global_batch_size": args.global_batch_size,
+        "data_crc": crc,
+        **{f"config.{name}": value for name, value in config_values.items()},
     }
 
 
 def load_model(config, weights, attn, seed):
     """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
     torch.manual_seed(seed)
-    options = {
-        "attn_implementation": None if attn == "auto" else attn,  # None: sdpa, if it has that
-        "dtype": torch.float32,
-    }
+    attn = None if attn == "auto" else attn  # None: sdpa, if the model has that
+    options = {"attn_implementation": attn, "dtype": torch.float32}
     if weights is None:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
-    options["output_loading_info"] = True
-    model, info = load_pretrained(
-        transformers.AutoModelForCausalLM, weights, config=config, **options
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        weights, config=config, output_loading_info=True, **options
     )
-    whole_config = load_pretrained(transformers.AutoConfig, weights)
-    if info["missing_keys"] and whole_config.model_type != config.model_type:
-        # In the files of a multimodal model, the weights of its language part have other names.
-        whole, info = load_pretrained(transformers.AutoModelForImageTextToText, weights, **options)
-        model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
-        output_layer = whole.get_output_embeddings()
-        model.get_output_embeddings().load_state_dict(output_layer.state_dict())
-    if info["missing_keys"]:
-        fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
+    if missing := sorted(info["missing_keys"])[:3]:  # those of text and images have other names
+        fail(f"--model-name {weights}: it lacks weights for {missing}, see Multimodal in GUIDE.md")
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
@@ -885,20 +760,6 @@ def send_weights(model, full_weights, device, cpu_offload):
         setattr(model.get_submodule(owner), key, buffer)
 
 
-def positive(text):
-    """The type of a flag that must be a whole number above 0."""
-    if int(text) <= 0:
-        raise ValueError
-    return int(text)
-
-
-def positive_float(text):
-    """The type of a flag that must be a number above 0."""
-    if float(text) <= 0:
-        raise ValueError
-    return float(text)
-
-
 def parse_args():
     """Returns the flags of the command line. @FILE is a file with one --flag=value on each line."""
     parser = argparse.ArgumentParser(
@@ -907,19 +768,20 @@ def parse_args():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     switch = {"action": "store_true"}
-    outputs = str(ROOT / "outputs")
+    on_gpu = torch.cuda.is_available()
+    dtype = "fp32"
+    if on_gpu:  # a V100 or T4, for example, does not compute in bf16
+        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
-    add("--save-dir", default=outputs, help="folder for all runs")
+    add("--save-dir", default=str(ROOT / "outputs"), help="folder for all runs")
     add("--seed", type=int, default=0, help="of the order of the data and of random weights")
-    add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
-    add("--dtype", choices=tuple(DTYPES), help="None: bf16 or fp16 on a GPU, fp32 on a CPU")
-    export_help = "of the final model, None: fp32, or bf16 for bf16 weights that train in bf16"
-    add("--export-dtype", choices=tuple(DTYPES), help=export_help)
-    add("--log-freq", type=positive, default=10, help="steps between log lines")
-    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=positive, default=2, help="how many of the newest to keep")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu", help="to run on")
+    add("--dtype", choices=tuple(DTYPES), default=dtype, help="of the computation")
+    add("--log-freq", type=int, default=10, help="steps between log lines")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
     add("--comet-project-name", default="train-llm", help="where the run is shown")
     add("--comet-workspace", help="None: the one of your account")
     add("--comet-offline", help="an archive to upload later; needs no account", **switch)
@@ -931,38 +793,51 @@ def parse_args():
     add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
     add("--no-reshard-after-forward", help="gather once a step: faster, more memory", **switch)
-    compile_help = "torch.compile blocks and loss, None: on a GPU"
-    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+    add("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="blocks and loss")
     data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
     add("--dataset-subset", help="the configuration of a dataset on the hub")
     add("--text-column", default="text", help="train on this column of texts")
     length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
-    add("-s", "--seq-length", type=positive, help=length_help)
-    add("-b", "--batch-size", type=positive, default=4, help="sequences of a micro-batch")
-    add("--global-batch-size", type=positive, default=8, help="sequences of an optimizer step")
-    add("--eval-freq", type=positive, help="steps between evaluations, None: only at the end")
-    add("--eval-sequences", type=positive, default=256, help="how many to evaluate at most")
+    add("-s", "--seq-length", type=int, help=length_help)
+    add("-b", "--batch-size", type=int, default=4, help="sequences of a micro-batch")
+    add("--global-batch-size", type=int, default=8, help="sequences of an optimizer step")
+    add("--eval-freq", type=int, help="steps between evaluations, None: only at the end")
+    add("--eval-sequences", type=int, default=256, help="how many to evaluate at most")
 
-    add = parser.add_argument_group("optimization").add_argument
-    epochs_help = "passes over the training data, None: 10, or 3 with loaded weights"
-    add("--num-epochs", type=positive, help=epochs_help)
-    add("--max-steps", type=positive, help="end the run here, if the epochs do not end before")
-    add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
-    schedules = ("cosine", "linear", "constant")
-    add("--lr-scheduler", choices=schedules, default="cosine", help="after the warm-up")
+    add = parser.add_argument_group("optimization", f"Pretrained: {PRETRAINED}").add_argument
+    add("--num-epochs", type=int, help="passes over the training data")
+    add("--max-steps", type=int, help="end the run here, if the epochs do not end before")
+    add("--lr", type=float, help="learning rate after the warm-up")
+    add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine", help="decay")
     add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
-    add("--weight-decay", type=float, help="of matrices, None: 0.1, or 0.01 with loaded weights")
-    add("--max-grad-norm", type=positive_float, default=1.0, help="clip gradients to this norm")
+    add("--weight-decay", type=float, help="of matrices")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
 
     add = parser.add_argument_group("tensor parallelism").add_argument
-    add("--tensor-size", type=positive, default=2, help="processes that compute a layer together")
-    return parser.parse_args()
+    add("--tensor-size", type=int, default=2, help="processes that compute a layer together")
+
+    parser.set_defaults(**FROM_SCRATCH)
+    args = parser.parse_args()
+    # Some defaults depend on other flags, so these are read first.
+    if args.device == "cpu":
+        parser.set_defaults(dtype="fp32", compile=False)
+    is_tiny = args.model_name == "tiny"
+    if not (is_tiny or args.from_scratch):
+        parser.set_defaults(**PRETRAINED)
+    args = parser.parse_args()
+    if is_tiny:
+        args.model_name, args.from_scratch = str(TINY), True
+    for name, value in vars(args).items():
+        may_be_0 = name in ("seed", "warmup_steps", "weight_decay")
+        if type(value) in (int, float) and (value < 0 or value == 0 and not may_be_0):
+            fail(f"--{name.replace('_', '-')} {value} is too low")
+    return args
 
 
 if __name__ == "__main__":
     main(parse_args())
+    dist.barrier()  # rank 0 writes the model, and may still send to Comet
     # A process may abort if it exits while threads of Gloo are still busy, so leave them some time.
-    dist.barrier()
     time.sleep(0.2)
     dist.destroy_process_group()

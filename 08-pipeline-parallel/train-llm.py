@@ -3,17 +3,14 @@
 Try it; train on a text of your own; train a pretrained model further. Without -e nothing is saved.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py
-    torchrun --standalone --nproc-per-node 4 train-llm.py -e notes -d notes.txt -b 4
+    torchrun --standalone --nproc-per-node 2 train-llm.py -e notes -d notes.txt --max-steps 200
     torchrun --standalone --nproc-per-node 8 train-llm.py -e a -d notes.txt -m Qwen/Qwen3-8B -b 1
 """
 
 import argparse
-import glob
 import itertools
 import json
 import math
-import os
-import shlex
 import sys
 import time
 import warnings
@@ -37,12 +34,10 @@ import torch.nn.functional as F
 import transformers
 from logs_and_checkpoints import (
     LOCAL_RANK,
-    MEMORY_METRICS,
     RunLog,
-    check_same,
     checkpoints,
-    describe_run,
     fail,
+    flops_per_token,
     load_checkpoint,
     memory_gb,
     open_run_dir,
@@ -50,7 +45,6 @@ from logs_and_checkpoints import (
     save_final_model,
     say,
 )
-from tokenizers.pre_tokenizers import ByteLevel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -72,6 +66,11 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Flags that are not given. beta2 is the decay rate of AdamW's second moment in each step.
+FROM_SCRATCH = {"num_epochs": 10, "lr": 2e-3, "weight_decay": 0.1, "beta2": 0.95}
+PRETRAINED = {"num_epochs": 3, "lr": 2e-5, "weight_decay": 0.01, "beta2": 0.999}
+# What `-m tiny` means: the config and tokenizer of a small model, without weights.
+TINY = ROOT / "tiny"
 # Model types of transformers that are embeddings, blocks, a norm and an output layer, and nothing
 # else. Gemma 2, for example, changes the logits after its output layer.
 LLAMA_LIKE = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3")
@@ -79,12 +78,14 @@ LLAMA_LIKE = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "s
 
 @record  # torchrun shows the traceback of the process that failed first
 def main(args):
-    if "RANK" not in os.environ:
+    if not dist.is_torchelastic_launched():
         fail("this stage needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(args.device)
-    args.dtype = args.dtype or default_dtype(device)
     dtype = DTYPES[args.dtype]
+    if args.dtype == "fp16":
+        fail("--dtype fp16: gradients are not scaled here, use bf16 or fp32")
+    if args.cpu_offload and args.dtype == "fp16":
+        fail("--cpu-offload: gradients there are not scaled right in fp16, use another --dtype")
     if args.cpu_offload and device.type == "cpu":
         fail("--cpu-offload: needs a GPU, without one everything is in CPU memory already")
     run_dir = Path(args.save_dir, args.experiment_name) if args.experiment_name else None
@@ -96,6 +97,9 @@ def main(args):
     # world_size - 1. They communicate through collectives: operations that every rank must call,
     # such as all_reduce, which gives every rank the sum of a tensor over all ranks. On GPUs they
     # are implemented by NCCL, NVIDIA's library, and on the CPU by Gloo, which comes with PyTorch.
+    # A collective fails when it waits for longer than a timeout, but loading data or a model may
+    # take hours.
+    timeout = timedelta(hours=12)
     if device.type == "cuda":
         # The local rank is the number of a process on its machine. Each takes a GPU of its own.
         device = torch.device("cuda", LOCAL_RANK)
@@ -103,60 +107,49 @@ def main(args):
         # With --cpu-offload gradients are in CPU memory, and so are the norms that the ranks add up
         # to clip them. NCCL cannot do this, Gloo can.
         backend = "cpu:gloo,cuda:nccl" if args.cpu_offload else "nccl"
-        dist.init_process_group(backend, device_id=device)
+        dist.init_process_group(backend, device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo")
-    # A barrier is a collective that returns when every rank has called it. A collective fails when
-    # it waits for longer than its timeout, but loading data or a model may take hours. So the ranks
-    # wait for that in a process group of its own, with a long timeout.
-    loading_group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        dist.init_process_group("gloo", timeout=timeout)
 
     # Data: sequences of one length, cut from the documents.
-    config, weights = load_config(args.model_name, args.from_scratch)
+    config = load_config(args.model_name)
     if config.model_type not in LLAMA_LIKE:
         fail(f"--model-name: use 03-fsdp, {config.model_type} is none of {', '.join(LLAMA_LIKE)}")
     if config.num_hidden_layers < args.stages:
         fail(f"--stages {args.stages}: the model has only {config.num_hidden_layers} blocks")
     tokenizer = load_tokenizer(args.model_name, args.dataset_name)
     # The first rank of each machine tokenizes, and then the others read the result from the cache.
+    # A barrier is a collective that returns when every rank has called it.
     if LOCAL_RANK > 0:
-        dist.barrier(loading_group)
-    train_data, eval_data = load_data(args, config, tokenizer)
+        dist.barrier()
+    train_data, eval_data, seq_length = load_data(args, config, tokenizer)
     if LOCAL_RANK == 0:
-        dist.barrier(loading_group)
-    experiment = check_data(args, config, train_data, eval_data)
-    # Flags and data must be the same on all ranks: another machine may have other files.
-    flags_and_contents = {**vars(args), **experiment}
-    of_all_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all_ranks, flags_and_contents, loading_group)
-    for number, other in enumerate(of_all_ranks):
-        check_same(flags_and_contents, other, f"on rank {number}")
+        dist.barrier()
+    experiment = check_data(args, config, train_data, eval_data, seq_length)
     eval_data = eval_data.select(range(min(len(eval_data), args.eval_sequences)))
 
-    # The ranks are arranged in a table, a mesh. A column is a pipeline: each of its ranks has some
-    # of the layers, those of a pipeline stage, and the same sequences pass through all of them. A
-    # row is a data group: its ranks have the same layers, sharded as in stage 03, and each of them
-    # trains on other sequences. Pipeline stages communicate much less than shards. So the ranks of
-    # a row, which have consecutive numbers, should be on one machine. A column may cross machines.
+    # A mesh is a table of the ranks. Those that differ in one of its dimensions alone form a group.
+    #   "shard": they train on different tokens, and have different shards of the same parameters.
+    #   "stage": a pipeline. They have different layers, those of a pipeline stage, and the same
+    #   tokens pass through all of them. They communicate little: machines may differ in "stage".
     world_size, num_stages = dist.get_world_size(), args.stages
     if world_size % num_stages > 0:
         fail(f"--stages {num_stages}: does not divide {world_size} processes")
     mesh = init_device_mesh(
         device.type, (num_stages, world_size // num_stages), mesh_dim_names=("stage", "shard")
     )
+    # The ranks that share the work of a global batch.
     data_group = mesh.get_group("shard")
     num_shares = dist.get_world_size(data_group)
 
     # An optimizer step trains on one global batch. An epoch is one pass over the training data. The
     # sequences left over at its end, fewer than a batch, are skipped.
-    if args.num_epochs is None:
-        args.num_epochs = 3 if weights else 10
     steps_per_epoch = len(train_data) // args.global_batch_size
     total_steps = args.num_epochs * steps_per_epoch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     say(
-        f"{args.dataset_name}: {len(train_data)} sequences of {args.seq_length} tokens and "
+        f"{args.dataset_name}: {len(train_data)} sequences of {seq_length} tokens and "
         f"{len(eval_data)} held out, {total_steps} steps"
     )
 
@@ -177,25 +170,20 @@ def main(args):
     bubble = (num_stages - 1) / (grad_accum_steps + num_stages - 1)
     say(f"equal pipeline stages are idle for {bubble:.0%} of a step, less with a smaller -b")
 
-    # The final model is exported in fp32, or in bf16 if the pretrained weights were bf16 and the
-    # training uses bf16.
-    if args.export_dtype is None:
-        began_in_bf16 = weights is not None and config.dtype == torch.bfloat16
-        args.export_dtype = "bf16" if began_in_bf16 and args.dtype == "bf16" else "fp32"
-
     # Model. Its parameters are fp32 whatever the dtype: with the 8 bits of precision that bf16 has,
     # small updates would be rounded away.
     # The model may be too large for one GPU, and for the CPU if all ranks load it. So rank 0 alone
     # does. The others build it on the meta device, where tensors have a shape but no storage.
     is_rank_0 = dist.get_rank() == 0
+    weights = None if args.from_scratch else args.model_name
+    export_dtype = (weights and config.dtype) or torch.float32  # that of the pretrained weights
     with torch.device("cpu" if is_rank_0 else "meta"):
         model = load_model(config, weights if is_rank_0 else None, args.attn, args.seed)
     full_weights = model.state_dict()
-    dist.barrier(loading_group)
-    run_info = describe_run(model, args.seq_length, device)
+    flops = flops_per_token(model, seq_length)
     say(
-        f"{run_info['parameters']:,} parameters, {'pretrained' if weights else 'random'} weights, "
-        f"{run_info['attn']}, {args.dtype}, {device}"
+        f"{model.num_parameters():,} parameters, {'pretrained' if weights else 'random'} weights, "
+        f"{model.config._attn_implementation}, {args.dtype}, {device}"
     )
 
     # The transformer blocks. In most models of transformers, the library, they are of this class.
@@ -205,21 +193,18 @@ def main(args):
 
     # Pipeline parallelism: a pipeline stage keeps some of the blocks, one after the other. The
     # first one has the embeddings as well, and the last one the last norm and the output layer.
-    stage = PipelineStage(mesh.get_group("stage"), config.hidden_size, dtype, device)
+    stage = PipelineStage(mesh, config.hidden_size, dtype, device)
     blocks = keep_stage(model, blocks, stage)
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
     # same. Compiling the whole model would take many times as long. The loss is compiled too: its
     # intermediate results are the largest tensors of a step, and compiled code never stores them.
-    if args.compile is None:
-        args.compile = device.type == "cuda"
+    # Each size of a micro-batch has its own code (`dynamic=False`), which is faster.
     loss_fn = sum_cross_entropy
     if args.compile:
-        # Where blocks differ, in a scale by depth for example, each is compiled, and once more for
-        # a smaller micro-batch. By default a function is compiled at most 8 times.
-        torch._dynamo.config.recompile_limit += 2 * len(blocks)
+        torch._dynamo.config.recompile_limit = 8 * len(blocks)  # by default it gives up after 8
         for block in blocks:
-            block.forward = compile_for_training(block.forward)
+            block.forward = torch.compile(block.forward, dynamic=False)
         loss_fn = torch.compile(sum_cross_entropy, dynamic=False)
 
     # Activation checkpointing keeps only the input of each block. In the backward pass it computes
@@ -231,9 +216,9 @@ def main(args):
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
             )
 
-    # Sharding: each rank keeps 1 / num_shares of all its parameters, its shard. FSDP gathers the
-    # parameters of a block from its row before its forward pass, frees them after it, and gathers
-    # them again for its backward pass. Then it averages the gradients of the block over the row,
+    # Sharding: each rank keeps an equal part of its parameters, its shards. FSDP gathers those of a
+    # block from the shard group before its forward pass, frees them after it, and gathers them
+    # again for its backward pass. Then it averages the gradients of the block over the shard group,
     # and each rank keeps those of its shards. So besides its shards a GPU holds the parameters and
     # gradients of a few blocks at a time, and those outside the blocks, such as the embeddings.
     # These belong to the model itself, the root module, which is therefore last in the loop.
@@ -257,34 +242,52 @@ def main(args):
     # The norm of the gradients counts a tied weight only once, on the first pipeline stage.
     counted = [p for p in model.parameters() if stage.is_first or p is not tied_weight]
 
+    def forward_stage(inputs):
+        """The forward pass of a pipeline stage. Returns logits on the last one, else hidden states.
+
+        `inputs` are token ids on the first one, else the hidden states of the previous one.
+        Where norm and output layer pass their input through, `logits` are hidden states."""
+        name = "input_ids" if stage.is_first else "inputs_embeds"
+        return model(**{name: inputs}, use_cache=False).logits
+
+    def forward(input_ids):
+        """Logits, (B, T, V), of token ids, (B, T), on the last pipeline stage. For evaluation."""
+        inputs = stage.exchange_with_previous(None, input_ids)
+        logits = forward_stage(inputs)
+        stage.exchange_with_next(logits, None)
+        if not torch.is_grad_enabled():
+            model.reshard()  # the root module stays gathered until a backward pass
+        return logits
+
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
-    if args.lr is None:
-        args.lr = 2e-5 if weights else 2e-3
-    if args.weight_decay is None:
-        args.weight_decay = 0.01 if weights else 0.1
-    betas = (0.9, 0.999) if weights else (0.9, 0.95)  # decay rates of the moments in each step
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, args.lr, betas, fused=True)
+    optimizer = torch.optim.AdamW(groups, args.lr, (0.9, args.beta2), fused=True)
 
     # The learning rate rises in the warm-up. AdamW's first updates are as large as later ones, but
     # their direction is uncertain: its moments are still means of only a few gradients.
-    if args.warmup_steps is None:
-        args.warmup_steps = min(100, total_steps // 10)
+    warmup_steps = args.warmup_steps
+    if warmup_steps is None:
+        warmup_steps = min(100, total_steps // 10)
+    flags = {**vars(args), "seq_length": seq_length, "warmup_steps": warmup_steps}
+
+    # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
+    # the backward pass, and divides the gradients by it afterwards. It does nothing for bf16 and
+    # fp32.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
     # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
-    resumed = load_checkpoint(run_dir, model, optimizer, experiment, vars(args))
+    resumed = load_checkpoint(run_dir, model, optimizer, experiment, flags)
     steps_done = resumed["step"]
-    if steps_done >= total_steps and resumed["is_exported"]:
-        say(f"{run_dir} is finished: to export the model again, remove final_model")
-        return
-    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), vars(args), run_info)
+    if resumed.get("scaler"):
+        scaler.load_state_dict(resumed["scaler"])
+    log = RunLog(run_dir, steps_done, total_steps, resumed.get("comet_key"), flags, flops)
 
     # How many rounds after its forward pass a micro-batch has its backward pass. With 1F1B: as many
     # as pipeline stages come after this one. GPipe does all forward passes first, so it keeps the
@@ -334,7 +337,7 @@ def main(args):
 
             outputs = None
             if i < grad_accum_steps:
-                outputs = forward_pass(model, stage, inputs)
+                outputs = forward_stage(inputs)
                 if stage.is_last:
                     outputs = loss_fn(outputs, micro_batches[i][1])  # its output is the loss
                     step_loss += outputs.detach()
@@ -374,6 +377,7 @@ def main(args):
 
         # Update. The gradients are clipped to a norm of at most max_grad_norm, so that one unusual
         # batch does not dominate the moments of AdamW for many steps.
+        scaler.unscale_(optimizer)
         # The norm is that of all gradients, and a pipeline stage has some of them. Its square is a
         # sum: over the shards, which `full_tensor` adds up for a DTensor, and over the pipeline.
         norm_of_stage = torch.nn.utils.get_total_norm([p.grad for p in counted]).full_tensor()
@@ -381,10 +385,11 @@ def main(args):
         dist.all_reduce(squared_norm, group=stage.pipeline)
         grad_norm = squared_norm.sqrt()
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, grad_norm)
-        lr = args.lr * lr_factor(step, args.lr_scheduler, args.warmup_steps, total_steps)
+        lr = args.lr * lr_factor(step, args.lr_scheduler, warmup_steps, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         log.lap("update")
 
         # Log. Reading a value (.item(), .tolist()) waits until the GPU has computed it, so this is
@@ -393,18 +398,18 @@ def main(args):
         is_last_step = step == total_steps
         is_save_step = run_dir and (step % args.ckpt_freq == 0 or is_last_step)
         if step == steps_done + 1 or step % args.log_freq == 0 or is_save_step or is_last_step:
-            dist.all_reduce(step_loss)  # other pipeline stages than the last one have 0
-            memory = memory_gb(model, optimizer, device)
-            dist.all_reduce(memory, dist.ReduceOp.MAX)  # of the rank that uses most
+            dist.all_reduce(step_loss, group=data_group)
+            dist.all_reduce(step_loss, group=stage.pipeline)  # all but the last rank have 0
             metrics = {
                 "train/loss": step_loss.item() / num_targets.item(),
                 "train/grad_norm": grad_norm.item(),
                 "train/learning_rate": lr,
                 "train/epoch": step / steps_per_epoch,
+                "train/tokens_seen": step * args.global_batch_size * seq_length,
                 **log.pop_times(),
-                **dict(zip(MEMORY_METRICS, memory.tolist(), strict=True)),
+                **memory_gb(model, optimizer, device),
             }
-            check_finite(step, metrics)
+            check_finite(step, metrics, scaler)
         log.step(step, metrics)
         optimizer.zero_grad()  # otherwise the next step would add to these gradients
         log.lap("log")  # counted in the next line: the times of this line are read already
@@ -413,46 +418,43 @@ def main(args):
         if is_save_step:
             values = {
                 "experiment": experiment,
-                "flags": vars(args),
+                "flags": flags,
                 "comet_key": log.comet_key,
+                "scaler": scaler.state_dict(),
             }
             save_checkpoint(run_dir, step, model, optimizer, values, args.keep_checkpoints)
 
         # Evaluate on text that the model was not trained on.
         if args.eval_freq and step % args.eval_freq == 0 and not is_last_step:
             results = evaluate(
-                model, eval_data, args.batch_size, device, loss_fn, data_group, stage
+                forward, eval_data, args.batch_size, device, loss_fn, data_group, stage
             )
             log.step(step, results)
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
     # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
     # Each token gathers all parameters again, so the sample is shorter than in stages 01 and 02.
-    results = evaluate(model, eval_data, args.batch_size, device, loss_fn, data_group, stage)
-    prompt, text = sample(model, eval_data[0], 64, tokenizer, device, stage)
+    results = evaluate(forward, eval_data, args.batch_size, device, loss_fn, data_group, stage)
+    prompt, text = sample(forward, eval_data[0], 64, tokenizer, device, stage)
     log.step(log.last_step, results)
     say(f"prompt, from text that the model was not trained on: {prompt}")
     say(f"what the model writes after it: {text}")
     # No pipeline stage has the whole model. Rank 0 reads it from the newest checkpoint.
     if run_dir and is_rank_0:
-        whole_model = load_model(config, None, args.attn, args.seed)
-        whole_model.generation_config = model.generation_config
+        whole_model = load_model(config, weights, args.attn, args.seed)
         tensors = {"model": whole_model.state_dict()}
         dcp.load(tensors, checkpoint_id=checkpoints(run_dir)[0], no_dist=True)
-        save_final_model(run_dir, whole_model, tokenizer, DTYPES[args.export_dtype])
+        save_final_model(run_dir, whole_model, tokenizer, export_dtype)
     log.close()
-    dist.barrier(loading_group)  # rank 0 writes the model, and may still send to Comet
 
 
 class PipelineStage:
-    """The place of this rank in its pipeline, and what it exchanges with other pipeline stages.
+    """The place of this rank in its pipeline, and what it exchanges with other pipeline stages."""
 
-    `pipeline` is the process group of the ranks of a pipeline."""
-
-    def __init__(self, pipeline, hidden_size, dtype, device):
-        self.pipeline = pipeline
-        self.index = dist.get_rank(pipeline)
-        self.last = dist.get_world_size(pipeline) - 1
+    def __init__(self, mesh, hidden_size, dtype, device):
+        self.pipeline = mesh.get_group("stage")
+        self.index = mesh.get_local_rank("stage")
+        self.last = mesh["stage"].size() - 1
         self.is_first = self.index == 0
         self.is_last = self.index == self.last
         self.hidden_size = hidden_size
@@ -460,7 +462,7 @@ class PipelineStage:
         self.device = device
         # With NCCL all ranks of a group must take part in its first operation. In an exchange only
         # two of them do.
-        dist.all_reduce(torch.zeros(1, device=device), group=pipeline)
+        dist.all_reduce(torch.zeros(1, device=device), group=self.pipeline)
 
     def exchange_with_previous(self, earlier_inputs, input_ids):
         """Sends the gradients of `earlier_inputs`, and receives the inputs for `input_ids`, (B, T).
@@ -581,40 +583,11 @@ def make_micro_batches(data, indices, batch_size, device, group):
     return micro_batches, num_targets
 
 
-def forward_pass(model, stage, inputs):
-    """The forward pass of a pipeline stage. Returns logits on the last one, else hidden states.
-
-    `inputs` are token ids on the first one, else the hidden states that the previous one returns.
-    Where norm and output layer pass their input through, `logits` are hidden states."""
-    name = "input_ids" if stage.is_first else "inputs_embeds"
-    return model(**{name: inputs}, use_cache=False).logits
-
-
-def forward_through_stages(model, stage, input_ids):
-    """A forward pass through all pipeline stages, without a backward pass. All must call it."""
-    inputs = stage.exchange_with_previous(None, input_ids)
-    outputs = forward_pass(model, stage, inputs)
-    stage.exchange_with_next(outputs, None)
-    return outputs
-
-
 def sum_cross_entropy(logits, targets):
-    """Cross-entropy of logits, (B, T, V), and targets, (B, T), computed in fp32: a scalar."""
+    """The sum of the loss over all targets in nats, computed in fp32: a scalar.
+
+    Shapes: logits (B, T, V), targets (B, T)."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-
-
-def compile_for_training(forward):
-    """Returns a function that runs `forward`, compiled if gradients are enabled, else as it is.
-
-    Without gradients it would need other code, and to compile that would take as long again.
-    `dynamic=False`: each batch size has its own code. Otherwise a smaller micro-batch would replace
-    the code for the full ones with slower code for all sizes."""
-    compiled_forward = torch.compile(forward, dynamic=False)
-
-    def forward_or_compiled(*args, **kwargs):
-        return (compiled_forward if torch.is_grad_enabled() else forward)(*args, **kwargs)
-
-    return forward_or_compiled
 
 
 def lr_factor(step, schedule, warmup_steps, total_steps):
@@ -632,15 +605,17 @@ def lr_factor(step, schedule, warmup_steps, total_steps):
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def check_finite(step, metrics):
+def check_finite(step, metrics, scaler):
     """Ends the run if loss or gradient is not finite: its checkpoints would replace good ones."""
     loss, grad_norm = metrics["train/loss"], metrics["train/grad_norm"]
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    # In fp16 the scaler finds such gradients, and skips the update.
+    norm_is_fine = math.isfinite(grad_norm) or scaler.is_enabled()
+    if not (math.isfinite(loss) and norm_is_fine):
         fail(f"step {step}: the loss is {loss}, the gradient norm {grad_norm}: try a lower --lr")
 
 
 @torch.no_grad()
-def evaluate(model, data, batch_size, device, loss_fn, group, stage):
+def evaluate(forward, data, batch_size, device, loss_fn, group, stage):
     """Mean loss over the targets of `data` in nats, and the perplexity, as metrics.
 
     There is no model.eval(): dropout is 0 in training too."""
@@ -651,19 +626,19 @@ def evaluate(model, data, batch_size, device, loss_fn, group, stage):
     for start in range(0, len(data), global_batch_size):
         batch = indices[start : start + global_batch_size]
         [(input_ids, targets)], count = make_micro_batches(data, batch, batch_size, device, group)
-        outputs = forward_through_stages(model, stage, input_ids)
+        logits = forward(input_ids)
         if stage.is_last:
-            total += loss_fn(outputs, targets)
+            total += loss_fn(logits, targets)
         num_targets += count
-    model.reshard()  # the root module stays gathered until a backward pass, and there is none here
-    dist.all_reduce(total)  # other pipeline stages than the last one have 0
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=stage.pipeline)  # all but the last rank have 0
     dist.all_reduce(num_targets, group=group)
     loss = (total / num_targets).item()  # NaN if there is no target
     return {"eval/loss": loss, "eval/perplexity": float(np.exp(loss))}
 
 
 @torch.no_grad()
-def sample(model, row, num_tokens, tokenizer, device, stage):
+def sample(forward, row, num_tokens, tokenizer, device, stage):
     """Returns a prompt, the beginning of a row of data, and what the model writes after it.
 
     The prompt ends where an answer begins or, if all of the row is text, after 32 tokens."""
@@ -676,13 +651,12 @@ def sample(model, row, num_tokens, tokenizer, device, stage):
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
         # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
-        logits = forward_through_stages(model, stage, tokens)[0, i - 1]
-        # A temperature below 1, here 0.6, makes likely tokens likelier.
-        probabilities = (logits.float().cpu() / 0.6).softmax(0)
-        tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
-        # Only the last pipeline stage had logits. Its token replaces what the others have sampled.
-        dist.broadcast(tokens, src=dist.get_world_size() - 1)
-    model.reshard()  # as in `evaluate`
+        logits = forward(tokens)[0, i - 1]
+        if stage.is_last:  # on others these are hidden states
+            # A temperature below 1, here 0.6, makes likely tokens likelier.
+            probabilities = (logits.float().cpu() / 0.6).softmax(0)
+            tokens[0, i] = torch.multinomial(probabilities, 1, generator=generator)
+        dist.broadcast(tokens, src=dist.get_world_size() - 1)  # a rank of the last pipeline stage
 
     text = tokenizer.decode(tokens[0, start:])
     if tokenizer.eos_token:
@@ -690,57 +664,25 @@ def sample(model, row, num_tokens, tokenizer, device, stage):
     return tokenizer.decode(tokens[0, :start]), text
 
 
-def default_dtype(device):
-    """bf16 on a GPU, but fp32 on those that do not compute in bf16, such as V100 and T4."""
-    if device.type == "cpu":
-        return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-
-
-def load_config(name, from_scratch):
-    """Returns the model's config, and the path or hub id of its weights.
-
-    The latter is None if the model starts from random weights."""
-    if name == "tiny":
-        config = transformers.LlamaConfig(
-            vocab_size=1024,
-            hidden_size=128,
-            intermediate_size=320,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return config, None
-
-    config = load_pretrained(transformers.AutoConfig, name)
+def load_config(name):
+    """The config of a model, without dropout."""
+    config = transformers.AutoConfig.from_pretrained(name)
     config = config.get_text_config()  # the language part of a multimodal model
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        fail(f"--model-name {name}: transformers has no language model of type {config.model_type}")
     config.is_decoder = True  # a BERT would otherwise see the tokens that it has to predict
     # No dropout: its random numbers would depend on how a batch is split.
     for key, value in vars(config).items():
         if value and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
             say(f"{key} is {value} in {name} and 0 here")
-    return config, None if from_scratch else name
+    return config
 
 
 def load_tokenizer(model_name, dataset_name):
     """The tokenizer of the model, or that of prepare.py, which may have added a chat template."""
-    files = {path.name for path in Path(model_name).glob("[!.]*")}
-    is_config_alone = files and files <= {"config.json", "generation_config.json"}
-    if is_config_alone:
-        say(f"{model_name} has no tokenizer: it gets that of tiny")
-    if model_name == "tiny" or is_config_alone:
-        tokenizer = tiny_tokenizer()
-    else:
-        tokenizer = load_pretrained(transformers.AutoTokenizer, model_name)
-        # Without files, transformers makes a tokenizer of special tokens only.
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-            fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_name)
+    # Without files, transformers makes a tokenizer of special tokens only.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        fail(f"--model-name {model_name}: it has no tokenizer, copy the files of one into it")
 
     prepared = Path(dataset_name, "tokenizer")
     if not prepared.exists():
@@ -752,27 +694,8 @@ def load_tokenizer(model_name, dataset_name):
     return tokenizer
 
 
-def tiny_tokenizer():
-    """A byte-level BPE of 1,024 tokens, trained on python-docs: the same in every process.
-
-    <|endoftext|> has number 0, and the 256 bytes follow it."""
-    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[], model_max_length=256)
-    return tokenizer.train_new_from_iterator(topics.values(), vocab_size=1024, show_progress=False)
-
-
-def load_pretrained(auto_class, name, **options):
-    """The result of auto_class.from_pretrained. Ends the run with one line if loading fails."""
-    try:
-        return auto_class.from_pretrained(name, **options)
-    except Exception as error:  # tokenizers and safetensors raise exceptions of their own
-        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        fail(f"--model-name {name}: {auto_class.__name__} cannot load it: {reason}")
-
-
 def load_data(args, config, tokenizer):
-    """Returns the sequences to train on and those to evaluate on. Sets `args.seq_length`.
+    """Returns the sequences to train on, those to evaluate on, and their length.
 
     To evaluate on: the split validation or test, or else the last 5% of the training data."""
     name, path = args.dataset_name, Path(args.dataset_name)
@@ -785,42 +708,34 @@ def load_data(args, config, tokenizer):
         tokens = np.random.default_rng(0).integers(config.vocab_size, size=(4096, seq_length))
         splits = {"train": datasets.Dataset.from_dict({"input_ids": tokens})}
     elif (path / "train.parquet").exists():  # rows of tokens, from prepare.py
-        files = {file.stem: glob.escape(str(file)) for file in path.glob("*.parquet")}
+        files = {file.stem: str(file) for file in path.glob("*.parquet")}
         splits = datasets.load_dataset("parquet", data_files=files)
     elif path.suffix == ".txt" and path.exists() and path.stat().st_size <= 50_000_000:
         options = {"sample_by": "document", "encoding": "utf-8-sig"}  # by default, by line
-        splits = datasets.load_dataset("text", data_files=glob.escape(name), **options)
+        splits = datasets.load_dataset("text", data_files=name, **options)
     elif path.exists():
-        advice = how_to_prepare(args, seq_length)
-        fail(f"--dataset-name {name}: this is not a .txt file of up to 50 MB; {advice}")
+        fail(f"--dataset-name {name}: this is not a .txt file of up to 50 MB, run prepare.py on it")
     else:
         splits = datasets.load_dataset(name, args.dataset_subset)
 
-    if "train" not in splits:
-        fail(f"--dataset-name {name}: no split is called train, there are {', '.join(splits)}")
-    columns = splits["train"].features
+    columns = splits["train"].column_names
     has_tokens = set(columns) in ({"input_ids"}, {"input_ids", "labels"})
-    string_types = (datasets.Value("string"), datasets.Value("large_string"))
-    texts = [key for key in columns if columns[key] in string_types]
     if has_tokens and args.seq_length is None:
         seq_length = len(splits["train"][0]["input_ids"])
-    if not has_tokens and args.text_column not in texts:
-        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}, or "
-        fail(f"--dataset-name {name}: {choice}{how_to_prepare(args, seq_length)}")
+    if not has_tokens and args.text_column not in columns:
+        choice = f"choose a column of texts with --text-column, of {', '.join(columns)}"
+        fail(f"--dataset-name {name}: {choice}, or run prepare.py on it, for chats for example")
     if not has_tokens and len(columns) > 1:
         say(f"training on the column {args.text_column} of {', '.join(columns)}")
     if not 2 <= seq_length <= longest:
         fail(f"--seq-length {seq_length}: {args.model_name} takes from 2 to {longest} tokens")
-    args.seq_length = seq_length
 
     held_out = next((split for split in ("validation", "test") if split in splits), None)
-    if unread := splits.keys() - {"train", held_out}:
-        say(f"--dataset-name {name}: not read: {', '.join(sorted(unread))}")
     train = pack(splits["train"], args.text_column, tokenizer, seq_length)
     if held_out:
-        return train, pack(splits[held_out], args.text_column, tokenizer, seq_length)
+        return train, pack(splits[held_out], args.text_column, tokenizer, seq_length), seq_length
     num_train = len(train) - math.ceil(len(train) / 20)
-    return train.select(range(num_train)), train.select(range(num_train, len(train)))
+    return train.select(range(num_train)), train.select(range(num_train, len(train))), seq_length
 
 
 def python_docs():
@@ -833,18 +748,6 @@ def python_docs():
         texts.append("\n\n".join(part for part in paragraphs if part not in seen))
         seen.update(paragraphs)
     return texts
-
-
-def how_to_prepare(args, seq_length):
-    """The command of prepare.py that turns the data into rows of tokens."""
-    out = f"prepared/{Path(args.dataset_name).stem}"
-    command = ["python", os.path.relpath(ROOT / "prepare.py"), "-m", args.model_name]
-    command += ["-d", args.dataset_name, "-s", str(seq_length), "-o", out]
-    if args.dataset_subset:
-        command += ["--dataset-subset", args.dataset_subset]
-    if args.text_column != "text":
-        command += ["--text-column", args.text_column]
-    return f"run `{shlex.join(command)}`, and then this command again with -d {out}"
 
 
 def pack(documents, column, tokenizer, seq_length):
@@ -888,23 +791,21 @@ def tokenize(texts, tokenizer):
         yield tokens
 
 
-def check_data(args, config, train_data, eval_data):
+def check_data(args, config, train_data, eval_data, seq_length):
     """Ends the run if it cannot train on these data. Returns what identifies the experiment.
 
     This dict is saved: a run that is resumed must have the same model and data, whatever their
-    names. So it holds the config and a checksum of the tokens, under the names of the flags that
-    they belong to."""
+    names. So it holds the config and a checksum of the tokens."""
     if len(train_data) < args.global_batch_size or len(eval_data) == 0:
-        size = f"{len(train_data)} sequences of {args.seq_length} tokens, {len(eval_data)} held out"
+        size = f"{len(train_data)} sequences of {seq_length} tokens, {len(eval_data)} held out"
         fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
 
     crc = 0
     batches = [data.with_format("numpy").iter(batch_size=1000) for data in (train_data, eval_data)]
     for rows in itertools.chain(*batches):
         for name, tokens in rows.items():
-            if tokens.shape[1:] != (args.seq_length,):  # of rows of several lengths it is ()
-                lengths = sorted({np.size(row) for row in tokens})[:3]
-                fail(f"--seq-length {args.seq_length}: the rows of {name} have {lengths} tokens")
+            if tokens.shape[1:] != (seq_length,):
+                fail(f"--seq-length {seq_length}: rows of {name} have other lengths")
             is_token = (tokens >= 0) & (tokens < config.vocab_size)
             if name == "labels":
                 is_token |= tokens == -100
@@ -917,36 +818,26 @@ def check_data(args, config, train_data, eval_data):
     for name in ("_name_or_path", "transformers_version"):
         config_values.pop(name, None)
     return {
-        "--seq-length": args.seq_length,
-        "--seed": args.seed,
-        "--global-batch-size": args.global_batch_size,
-        "--dataset-name (CRC-32 of its tokens)": crc,
-        **{f"--model-name ({name} in its config)": v for name, v in config_values.items()},
+        "seq_length": seq_length,
+        "seed": args.seed,
+        "global_batch_size": args.global_batch_size,
+        "data_crc": crc,
+        **{f"config.{name}": value for name, value in config_values.items()},
     }
 
 
 def load_model(config, weights, attn, seed):
     """The model in fp32 on the CPU, with pretrained weights or, if these are None, random ones."""
     torch.manual_seed(seed)
-    options = {
-        "attn_implementation": None if attn == "auto" else attn,  # None: sdpa, if it has that
-        "dtype": torch.float32,
-    }
+    attn = None if attn == "auto" else attn  # None: sdpa, if the model has that
+    options = {"attn_implementation": attn, "dtype": torch.float32}
     if weights is None:
         return transformers.AutoModelForCausalLM.from_config(config, **options)
-    options["output_loading_info"] = True
-    model, info = load_pretrained(
-        transformers.AutoModelForCausalLM, weights, config=config, **options
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        weights, config=config, output_loading_info=True, **options
     )
-    whole_config = load_pretrained(transformers.AutoConfig, weights)
-    if info["missing_keys"] and whole_config.model_type != config.model_type:
-        # In the files of a multimodal model, the weights of its language part have other names.
-        whole, info = load_pretrained(transformers.AutoModelForImageTextToText, weights, **options)
-        model.get_decoder().load_state_dict(whole.get_decoder().state_dict())
-        output_layer = whole.get_output_embeddings()
-        model.get_output_embeddings().load_state_dict(output_layer.state_dict())
-    if info["missing_keys"]:
-        fail(f"--model-name {weights}: it lacks weights for {sorted(info['missing_keys'])[:3]}")
+    if missing := sorted(info["missing_keys"])[:3]:  # those of text and images have other names
+        fail(f"--model-name {weights}: it lacks weights for {missing}, see Multimodal in GUIDE.md")
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
@@ -969,20 +860,6 @@ def send_weights(model, full_weights, device, cpu_offload):
         setattr(model.get_submodule(owner), key, buffer)
 
 
-def positive(text):
-    """The type of a flag that must be a whole number above 0."""
-    if int(text) <= 0:
-        raise ValueError
-    return int(text)
-
-
-def positive_float(text):
-    """The type of a flag that must be a number above 0."""
-    if float(text) <= 0:
-        raise ValueError
-    return float(text)
-
-
 def parse_args():
     """Returns the flags of the command line. @FILE is a file with one --flag=value on each line."""
     parser = argparse.ArgumentParser(
@@ -991,19 +868,20 @@ def parse_args():
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     switch = {"action": "store_true"}
-    outputs = str(ROOT / "outputs")
+    on_gpu = torch.cuda.is_available()
+    dtype = "fp32"
+    if on_gpu:  # a V100 or T4, for example, does not compute in bf16
+        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
-    add("--save-dir", default=outputs, help="folder for all runs")
+    add("--save-dir", default=str(ROOT / "outputs"), help="folder for all runs")
     add("--seed", type=int, default=0, help="of the order of the data and of random weights")
-    add("--device", choices=("cuda", "cpu"), help="None: cuda if there is a GPU")
-    add("--dtype", choices=("bf16", "fp32"), help="None: bf16 on a GPU that has it, else fp32")
-    export_help = "of the final model, None: fp32, or bf16 for bf16 weights that train in bf16"
-    add("--export-dtype", choices=tuple(DTYPES), help=export_help)
-    add("--log-freq", type=positive, default=10, help="steps between log lines")
-    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=positive, default=2, help="how many of the newest to keep")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu", help="to run on")
+    add("--dtype", choices=tuple(DTYPES), default=dtype, help="of the computation")
+    add("--log-freq", type=int, default=10, help="steps between log lines")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
     add("--comet-project-name", default="train-llm", help="where the run is shown")
     add("--comet-workspace", help="None: the one of your account")
     add("--comet-offline", help="an archive to upload later; needs no account", **switch)
@@ -1015,41 +893,54 @@ def parse_args():
     add("--activation-checkpointing", help="less memory, up to a third more compute", **switch)
     add("--cpu-offload", help="keep shards and optimizer in the memory of the CPU", **switch)
     add("--no-reshard-after-forward", help="gather once a step: faster, more memory", **switch)
-    compile_help = "torch.compile blocks and loss, None: on a GPU"
-    add("--compile", action=argparse.BooleanOptionalAction, help=compile_help)
+    add("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="blocks and loss")
     data_help = "python-docs, dummy, a .txt file, a hub id, or what prepare.py has written"
     add("-d", "--dataset-name", default="python-docs", help=data_help)
     add("--dataset-subset", help="the configuration of a dataset on the hub")
     add("--text-column", default="text", help="train on this column of texts")
     length_help = "tokens of a sequence, None: those of prepared rows, 1024, or the model's limit"
-    add("-s", "--seq-length", type=positive, help=length_help)
-    add("-b", "--batch-size", type=positive, default=4, help="sequences of a micro-batch")
-    add("--global-batch-size", type=positive, default=8, help="sequences of an optimizer step")
-    add("--eval-freq", type=positive, help="steps between evaluations, None: only at the end")
-    add("--eval-sequences", type=positive, default=256, help="how many to evaluate at most")
+    add("-s", "--seq-length", type=int, help=length_help)
+    add("-b", "--batch-size", type=int, default=4, help="sequences of a micro-batch")
+    add("--global-batch-size", type=int, default=8, help="sequences of an optimizer step")
+    add("--eval-freq", type=int, help="steps between evaluations, None: only at the end")
+    add("--eval-sequences", type=int, default=256, help="how many to evaluate at most")
 
-    add = parser.add_argument_group("optimization").add_argument
-    epochs_help = "passes over the training data, None: 10, or 3 with loaded weights"
-    add("--num-epochs", type=positive, help=epochs_help)
-    add("--max-steps", type=positive, help="end the run here, if the epochs do not end before")
-    add("--lr", type=float, help="learning rate, None: 2e-3, or 2e-5 with loaded weights")
-    schedules = ("cosine", "linear", "constant")
-    add("--lr-scheduler", choices=schedules, default="cosine", help="after the warm-up")
+    add = parser.add_argument_group("optimization", f"Pretrained: {PRETRAINED}").add_argument
+    add("--num-epochs", type=int, help="passes over the training data")
+    add("--max-steps", type=int, help="end the run here, if the epochs do not end before")
+    add("--lr", type=float, help="learning rate after the warm-up")
+    add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine", help="decay")
     add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
-    add("--weight-decay", type=float, help="of matrices, None: 0.1, or 0.01 with loaded weights")
-    add("--max-grad-norm", type=positive_float, default=1.0, help="clip gradients to this norm")
+    add("--weight-decay", type=float, help="of matrices")
+    add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
 
     add = parser.add_argument_group("pipeline parallelism").add_argument
     stages_help = "how many pipeline stages; fast with --no-reshard-after-forward"
-    add("--stages", type=positive, default=2, help=stages_help)
+    add("--stages", type=int, default=2, help=stages_help)
     schedules = ("1f1b", "gpipe")
     add("--schedule", choices=schedules, default="1f1b", help="gpipe: all forward passes first")
-    return parser.parse_args()
+
+    parser.set_defaults(**FROM_SCRATCH)
+    args = parser.parse_args()
+    # Some defaults depend on other flags, so these are read first.
+    if args.device == "cpu":
+        parser.set_defaults(dtype="fp32", compile=False)
+    is_tiny = args.model_name == "tiny"
+    if not (is_tiny or args.from_scratch):
+        parser.set_defaults(**PRETRAINED)
+    args = parser.parse_args()
+    if is_tiny:
+        args.model_name, args.from_scratch = str(TINY), True
+    for name, value in vars(args).items():
+        may_be_0 = name in ("seed", "warmup_steps", "weight_decay")
+        if type(value) in (int, float) and (value < 0 or value == 0 and not may_be_0):
+            fail(f"--{name.replace('_', '-')} {value} is too low")
+    return args
 
 
 if __name__ == "__main__":
     main(parse_args())
+    dist.barrier()  # rank 0 writes the model, and may still send to Comet
     # A process may abort if it exits while threads of Gloo are still busy, so leave them some time.
-    dist.barrier()
     time.sleep(0.2)
     dist.destroy_process_group()

@@ -27,6 +27,7 @@ from stages import STAGES as STAGES  # tests take it from here
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SUPPORT = ROOT / "tests" / "support"
+TINY = ROOT / "tiny"
 FAULTS = SUPPORT / "faults"
 # On the PYTHONPATH of a process, this lets it import this module and those of tests/support.
 TEST_MODULES = f"{ROOT / 'tests'}{os.pathsep}{SUPPORT}"
@@ -72,10 +73,9 @@ class Result:
 
     @property
     def errors(self):
-        """The lines in which a script reports an error of its user's, each once: the line comes
-        again when torchrun has ended."""
-        lines = self.err.splitlines()
-        return list(dict.fromkeys(x for x in lines if x.startswith("train-llm.py: error: ")))
+        """What a script reports of errors of its user's, each once: the line comes again when
+        torchrun has ended. The bar of a rank that was stopped may be in front of it."""
+        return list(dict.fromkeys(re.findall(r"train-llm\.py: error: .*", self.err)))
 
 
 def load(stage):
@@ -87,16 +87,19 @@ def load(stage):
 
 
 def save_tokenizer(folder):
-    """The tokenizer of tiny, for a model that is saved with weights: such a model needs its own."""
-    load("01-single-gpu").load_tokenizer("tiny", "").save_pretrained(folder)
+    """The tokenizer of tiny, for a model that is saved: such a model needs its own."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for path in TINY.glob("tokenizer*"):
+        shutil.copy(path, folder)
 
 
 def save_mixture(folder, **sizes):
     """The config of the tiny model of stage 10, or with other `sizes`, for stages that have a dense
     tiny model."""
-    config, _ = load("10-expert-parallel").load_config("tiny", False)
+    config = transformers.AutoConfig.from_pretrained(ROOT / "tiny-mixture")
     config.update(sizes)
     config.save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 
@@ -110,7 +113,7 @@ def save_rows(folder, rows):
 def data_args(name, seq_length, text_column="text"):
     """What `load_data` and `check_data` of a stage need of the flags."""
     return SimpleNamespace(
-        model_name="tiny",
+        model_name=str(TINY),
         dataset_name=str(name),
         dataset_subset=None,
         seq_length=seq_length,
@@ -181,7 +184,7 @@ def fork(path, processes, *flags, cwd=None, **more):
     return forked.ForkedRun(path, processes, [*map(str, flags)], variables, cwd)
 
 
-SAMPLE = re.compile(r"(?<=sample\(model, eval_data\[0\], )\d+")
+SAMPLE = re.compile(r"(?<=sample\(forward, eval_data\[0\], )\d+")
 
 
 def with_a_short_sample(path):
@@ -193,7 +196,7 @@ def with_a_short_sample(path):
     if short != text and path.is_relative_to(ROOT):
         path = Path(os.environ["COURSE_HF_HOME"], "short-samples", path.parent.name, path.name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "logs_and_checkpoints.py", path.parents[1])
+        share(path.parents[1])
     if short != text:
         path.write_text(short)
     return path
@@ -239,11 +242,15 @@ def metrics(folder):
     return merged
 
 
+def tiny_config():
+    """The config of the default model as stage 01 reads it."""
+    return load("01-single-gpu").load_config(TINY)
+
+
 @cache
 def tiny_model():
     """The model of the default run, with weights that do not matter."""
-    config, _ = load("01-single-gpu").load_config("tiny", False)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.AutoModelForCausalLM.from_config(tiny_config())
 
 
 @cache
@@ -312,6 +319,14 @@ def same_bits(one, other, steps):
     return all(one[s]["train/loss"] == other[s]["train/loss"] for s in steps)
 
 
+def share(folder):
+    """Gives copies of scripts, in folders in this one, what stands beside those of the course."""
+    shutil.copy(ROOT / "logs_and_checkpoints.py", folder)
+    for name in ("tiny", "tiny-mixture"):
+        if not Path(folder, name).exists():
+            Path(folder, name).symlink_to(ROOT / name)
+
+
 def mutant(folder, stage, *edits):
     """A copy of a stage, and of the module that it shares, with pieces of its text replaced."""
     text = script(stage).read_text()
@@ -321,7 +336,7 @@ def mutant(folder, stage, *edits):
     path = Path(folder) / stage / "train-llm.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    shutil.copy(ROOT / "logs_and_checkpoints.py", folder)
+    share(folder)
     return path
 
 

@@ -3,17 +3,10 @@
 It ends in one line of the script's that names the flag or the path, or in the clear error of
 Python, PyTorch, transformers or datasets. Nothing trains silently on something else."""
 
-import json
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import (
     ROOT,
-    SMALL,
     STAGES,
     finish,
     fork,
@@ -27,49 +20,47 @@ from transformers import GPT2Config, LlamaConfig, OpenAIGPTConfig, T5Config
 pytestmark = pytest.mark.law5
 
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}
-TINY = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-LLAMA = LlamaConfig(**TINY, num_attention_heads=2, **ENDS)
+SIZES = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+LLAMA = LlamaConfig(**SIZES, num_attention_heads=2, **ENDS)
 
 # Flags, and the one line that is expected after "train-llm.py: error: ".
 OURS = {
-    "-b 0": "argument -b/--batch-size: invalid positive value: '0'",
-    "-b -4": "argument -b/--batch-size: invalid positive value: '-4'",
-    "-s 0": "argument -s/--seq-length: invalid positive value: '0'",
-    "--global-batch-size 0": "argument --global-batch-size: invalid positive value: '0'",
-    "--num-epochs 0": "argument --num-epochs: invalid positive value: '0'",
-    "--max-steps -1": "argument --max-steps: invalid positive value: '-1'",
-    "--log-freq 0": "argument --log-freq: invalid positive value: '0'",
-    "--ckpt-freq 0.5": "argument --ckpt-freq: invalid positive value: '0.5'",
-    "--keep-checkpoints 0": "argument --keep-checkpoints: invalid positive value: '0'",
-    "--eval-freq 0": "argument --eval-freq: invalid positive value: '0'",
-    "--eval-sequences 0": "argument --eval-sequences: invalid positive value: '0'",
-    "--max-grad-norm -1": "argument --max-grad-norm: invalid positive_float value: '-1'",
+    "-b 0": "--batch-size 0 is too low",
+    "-b -4": "--batch-size -4 is too low",
+    "-s 0": "--seq-length 0 is too low",
+    "--global-batch-size 0": "--global-batch-size 0 is too low",
+    "--num-epochs 0": "--num-epochs 0 is too low",
+    "--max-steps -1": "--max-steps -1 is too low",
+    "--log-freq 0": "--log-freq 0 is too low",
+    "--ckpt-freq 0.5": "argument --ckpt-freq: invalid int value: '0.5'",
+    "--keep-checkpoints 0": "--keep-checkpoints 0 is too low",
+    "--eval-freq 0": "--eval-freq 0 is too low",
+    "--eval-sequences 0": "--eval-sequences 0 is too low",
+    "--max-grad-norm 0": "--max-grad-norm 0.0 is too low",
+    "--lr 0": "--lr 0.0 is too low",
+    "--weight-decay -1": "--weight-decay -1.0 is too low",
+    "--warmup-steps -1": "--warmup-steps -1 is too low",
+    "--seed -1": "--seed -1 is too low",
     "--lr fast": "argument --lr: invalid float value: 'fast'",
     "--dtype fp64": "argument --dtype: invalid choice: 'fp64'",
     "--learning-rate 1e-3": "unrecognized arguments: --learning-rate 1e-3",
     "@nowhere.txt": "[Errno 2] No such file or directory: 'nowhere.txt'",
-    "-s 1": "--seq-length 1: tiny takes from 2 to 256 tokens",
-    "-s 257": "--seq-length 257: tiny takes from 2 to 256 tokens",
+    "-s 1": "--seq-length 1: ",
+    "-s 257": "--seq-length 257: ",
     "-m gpt2-of-64 --from-scratch -s 128": "--seq-length 128: gpt2-of-64 takes from 2 to 64 tokens",
     "--global-batch-size 5000": "--global-batch-size 5000: python-docs has only ",
     "-d short.txt": "--global-batch-size 8: short.txt has only 0 sequences of 256 tokens",
-    "-d empty": "--dataset-name empty: this is not a .txt file of up to 50 MB; run `python ",
-    "-d large.txt": "--dataset-name large.txt: this is not a .txt file of up to 50 MB; run `",
-    "-d script.py": "--dataset-name script.py: this is not a .txt file of up to 50 MB; run `",
-    "-d texts.jsonl": "--dataset-name texts.jsonl: this is not a .txt file of up to 50 MB; run",
+    "-d empty": "--dataset-name empty: this is not a .txt file of up to 50 MB, run",
+    "-d large.txt": "--dataset-name large.txt: this is not a .txt file of up to 50 MB, run",
+    "-d script.py": "--dataset-name script.py: this is not a .txt file of up to 50 MB, run",
+    "-d texts.jsonl": "--dataset-name texts.jsonl: this is not a .txt file of up to 50 MB, run",
     "-d chat -s 64": "--dataset-name chat: choose a column of texts with --text-column, of m",
     "-d masked": "--dataset-name masked: choose a column of texts with --text-column, of",
-    "-d ids -s 32": "--seq-length 32: the rows of input_ids have [20] tokens",
-    "-d ragged": "--seq-length 20: the rows of input_ids have [20, 21] tokens",
+    "-d ids -s 32": "--seq-length 32: rows of input_ids have other lengths",
+    "-d ragged": "--seq-length 20: rows of input_ids have other lengths",
     "-d beyond": "--dataset-name: input_ids has the token 1024, the model has those below 1024",
     "-d labels": "--dataset-name: labels has the token -1, the model has those below 1024",
     "-m other-weights": "--model-name other-weights: it lacks weights for ",
-    "-m gpt1": "--model-name gpt1: AutoModelForCausalLM cannot load it: OSError: Error no ",
-    "-m nobody/nothing": "--model-name nobody/nothing: AutoConfig cannot load it: OSError: ",
-    "-m ./missing": "--model-name ./missing: AutoConfig cannot load it: ",
-    "-m broken-config": "--model-name broken-config: AutoConfig cannot load it: OSError: ",
-    "-m encoder-decoder": "--model-name encoder-decoder: transformers has no language model ",
-    "-m half-a-download": "--model-name half-a-download: AutoModelForCausalLM cannot load",
     "-m gpt1 --from-scratch": "--model-name gpt1: no transformer blocks were found in it",
 }
 # Flags, and what the error of a library says. Tests have no network: with one, the hub is asked.
@@ -78,8 +69,12 @@ THEIRS = {
     "-d nobody/nothing": "nobody/nothing",
     "-d latin.txt": "'utf-8' codec can't decode byte 0xe9",
     "--attn slow": 'attn_implementation="slow"',
-    "--lr -1": "Invalid learning rate: -1.0",
-    "--seed -1": "expected non-negative integer",
+    "-m gpt1": "Error no file named model.safetensors",
+    "-m nobody/nothing": "couldn't find them in the cached files",
+    "-m ./missing": "./missing",
+    "-m broken-config": "broken-config",
+    "-m encoder-decoder": "Unrecognized configuration class",
+    "-m half-a-download": "SafetensorError",
     "-e a --save-dir a-file": "a-file/a",
 }
 # The slow tests try all of them, the quick ones these and those that need no model and no data.
@@ -122,7 +117,7 @@ def inputs(tmp_path_factory):
     gpt2.save_pretrained(folder / "gpt2-of-64")
     gpt1 = OpenAIGPTConfig(vocab_size=1024, n_embd=32, n_layer=1, n_head=2, n_positions=256)
     gpt1.save_pretrained(folder / "gpt1")
-    T5Config(d_model=32).save_pretrained(folder / "encoder-decoder")
+    T5Config(d_model=32, vocab_size=1024).save_pretrained(folder / "encoder-decoder")
     # Weights of another architecture: they would leave this one's at random.
     from safetensors.torch import save_file
 
@@ -130,7 +125,7 @@ def inputs(tmp_path_factory):
     weights = folder / "other-weights" / "model.safetensors"
     save_file({"something.else": torch.zeros(2)}, weights, metadata={"format": "pt"})
     LLAMA.save_pretrained(folder / "half-a-download")
-    for name in ("other-weights", "half-a-download"):
+    for name in ("other-weights", "half-a-download", "gpt2-of-64", "gpt1", "encoder-decoder"):
         save_tokenizer(folder / name)
     (folder / "half-a-download" / "model.safetensors").write_bytes(weights.read_bytes()[:-4])
     return folder
@@ -142,7 +137,7 @@ def slow_unless_quick(cases):
 
 
 def needs_nothing(flags):
-    return any(word in OURS[flags] for word in ("argument", "unrecognized", "Errno"))
+    return any(word in OURS[flags] for word in ("argument", "unrecognized", "Errno", "too low"))
 
 
 @pytest.mark.parametrize("flags", slow_unless_quick([f for f in OURS if not needs_nothing(f)]))
@@ -212,34 +207,3 @@ def test_stage_01_refuses_several_processes():
     assert result.returncode != 0
     said = "this stage runs in one process: for several, start 02-ddp"
     assert result.errors == [f"train-llm.py: error: {said}"]
-
-
-def command_in(line):
-    """The command to paste that an error names, and the data that the next run has to read."""
-    return line.split("`")[1].split(), line.rsplit("again with -d ", 1)[1]
-
-
-CHAT = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "2 and 2 is 4."}]
-FILES = {
-    # A file, its content, and flags of the run.
-    "chats.jsonl": ((json.dumps({"messages": CHAT}) + "\n") * 99, ()),
-    "notes.csv": ("body\n" + "some text of a few words\n" * 999, ("--text-column", "body")),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_the_command_that_an_error_names_prepares_the_data(name, tmp_path):
-    """It has the flags of the run. After it, the run trains as it was typed, with -d changed."""
-    content, flags = FILES[name]
-    (tmp_path / name).write_text(content)
-    few = (*SMALL, "--max-steps", 2, *flags)
-    train = partial(run, "01-single-gpu", 1, *few, cwd=tmp_path, sampled=True)
-    [line] = train("-d", name, check=False).errors
-    command = line.split("`")[1].split()
-    prepared = line.rsplit("again with -d ", 1)[1]
-    assert prepared == f"prepared/{Path(name).stem}"
-    assert command[0] == "python"
-    for flag, value in (("-m", "tiny"), ("-d", name), ("-s", "64")):
-        assert command[command.index(flag) + 1] == value
-    subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, check=True, capture_output=True)
-    assert "step     2/2" in train("-d", prepared).out

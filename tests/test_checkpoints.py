@@ -1,6 +1,8 @@
 """Laws 3 and 4: any checkpoint, any stage, any number of processes; stop it anywhere."""
 
+import json
 import random
+import re
 import shutil
 import subprocess
 import time
@@ -15,10 +17,12 @@ from conftest import (
     end,
     exact,
     fork,
+    load,
     metrics,
     mount_small_disk,
     run,
     same_bits,
+    save_tokenizer,
     script,
 )
 from torch.distributed.checkpoint import FileSystemReader
@@ -83,8 +87,7 @@ INSTANTS = {
     "before the rename": ("os.rename step-00000006.tmp 2", 3),
     "after the rename": ("os.rename step-00000003.tmp 3", 6),
     "while an old one is removed": ("os.remove __0_0.distcp 1", 6),
-    "while the weights are exported": ("open final_model.tmp/config.json 1", 12),
-    "before the export is renamed": ("os.rename final_model.tmp 1", 12),
+    "while the weights are exported": ("open final_model/config.json 1", 12),
 }
 QUICK_INSTANTS = ["before the rename", "after the rename"]
 
@@ -193,17 +196,15 @@ DAMAGES = [(truncate, FILES[0]), (Path.unlink, FILES[1]), (empty, FILES[2])]
 
 @pytest.mark.law4
 @pytest.mark.parametrize(("damage", "file"), DAMAGES)
-def test_a_checkpoint_that_cannot_be_loaded_is_named(damage, file, copy, uninterrupted):
-    """Nothing is touched: the files may be whole, and the packages of another version. Without the
-    folder the run goes on from the checkpoint before it."""
+def test_a_checkpoint_that_cannot_be_loaded_is_left_as_it_is(damage, file, copy, uninterrupted):
+    """The files may be whole, and the packages of another version. Without the folder the run goes
+    on from the checkpoint before it."""
     newest = copy / "a" / "step-00000012"
     damage(newest / file)
     before = sorted(copy.rglob("*"))
     result = run("01-single-gpu", 1, *SAVING, *named(copy), check=False)
     assert result.returncode == 1
-    [line] = result.errors
-    assert line.startswith(f"train-llm.py: error: {newest} cannot be loaded: ")
-    assert line.endswith("; try again, or remove this folder to resume from an earlier one")
+    assert "load_checkpoint" in result.err
     assert sorted(copy.rglob("*")) == before
     shutil.rmtree(newest)
     out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
@@ -220,20 +221,14 @@ READS = ["state.json", ".metadata", "__0_0.distcp"]
 @pytest.mark.parametrize(
     "file", [x if x == READS[1] else pytest.param(x, marks=pytest.mark.slow) for x in READS]
 )
-def test_ranks_go_on_from_the_same_step_or_not_at_all(file, rank, copy, uninterrupted):
+def test_ranks_go_on_from_the_same_step_or_not_at_all(file, rank, copy):
     """One rank cannot read a file of the newest checkpoint, a single time."""
     before = sorted(copy.rglob("*"))
     faults = strike(f"ESTALE open step-00000012/{file} 1", rank)
     flags = (*SAVING, *named(copy), "--max-steps", "15")
     result = run("02-ddp", 2, *flags, check=False, **faults)
-    if (file, rank) == ("state.json", 1):  # rank 0 alone reads it
-        assert result.returncode == 0
-        assert f"resumed from {copy}/a/step-00000012" in result.out
-        return
     assert result.returncode != 0
-    [line] = result.errors
-    assert line.startswith(f"train-llm.py: error: {copy}/a/step-00000012 cannot be loaded: ")
-    assert "Stale file handle" in line
+    assert "Stale file handle" in result.err
     assert sorted(copy.rglob("*")) == before
 
 
@@ -242,7 +237,7 @@ def test_a_file_system_without_locks(tmp_path):
     """flock fails on Lustre that is mounted without it, and on some FUSE mounts."""
     flags = (*SMALL, *named(tmp_path), "--max-steps", "2")
     out = run("01-single-gpu", 1, *flags, **strike("ENOSYS fcntl.flock 6 1")).out
-    assert f"{tmp_path}/a cannot be locked, start only one run there: [Errno 38]" in out
+    assert f"{tmp_path}/a cannot be locked: start only one run there" in out
     assert (tmp_path / "a" / "final_model").exists()
 
 
@@ -251,8 +246,7 @@ def test_an_old_checkpoint_that_cannot_be_removed(tmp_path):
     """The new one is saved all the same, and the next start does not stumble over what is left."""
     flags = (*SAVING, *named(tmp_path), "--keep-checkpoints", "1")
     faults = strike("EACCES os.remove __0_0.distcp 1")
-    out = run("01-single-gpu", 1, *flags, "--max-steps", "6", **faults).out
-    assert f"{tmp_path}/a/step-00000003 cannot be removed: [Errno 13]" in out
+    run("01-single-gpu", 1, *flags, "--max-steps", "6", **faults)
     assert (tmp_path / "a" / "step-00000003.tmp").exists()
     faults = strike("EACCES os.remove __0_0.distcp 1")  # at the start
     out = run("01-single-gpu", 1, *flags, "--max-steps", "9", **faults).out
@@ -265,7 +259,7 @@ def test_an_old_checkpoint_that_cannot_be_removed(tmp_path):
 def test_an_export_that_takes_longer_than_the_timeout(tmp_path):
     """The other ranks wait for it in a group with a long timeout."""
     flags = (*SMALL, *named(tmp_path), "--max-steps", "2", "--timeout", "20")
-    slow = strike("sleep:35 open final_model.tmp/config.json 1")
+    slow = strike("sleep:35 open final_model/config.json 1")
     run("05-multinode", 2, *exact("05-multinode", 2), *flags, **slow)
     assert (tmp_path / "a" / "final_model" / "model.safetensors").exists()
 
@@ -276,43 +270,61 @@ def test_a_parameter_without_a_gradient(tmp_path, curve):
     sizes = {"d_model": 32, "decoder_layers": 1, "decoder_ffn_dim": 64}
     config = BartConfig(vocab_size=1024, decoder_attention_heads=2, **sizes, pad_token_id=0)
     config.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
     flags = (*STEADY, "-m", tmp_path / "model", "--from-scratch")
     whole = curve("01-single-gpu", 1, *flags, "--max-steps", 6)
     run("01-single-gpu", 1, *flags, *named(tmp_path), "--max-steps", 3)
     saved = FileSystemReader(tmp_path / "a" / "step-00000003").read_metadata().state_dict_metadata
     unused = [k for k in saved if k.startswith("model.") and f"moments{k[5:]}.step" not in saved]
     assert any("encoder_attn" in name for name in unused)
-    assert "resumed from" in run("03-fsdp", 2, *flags, *named(tmp_path), "--max-steps", 6).out
+    out = run("03-fsdp", 2, *flags, *named(tmp_path), "--max-steps", 6).out
+    assert re.search(r"the moments of \d+ parameters begin anew", out)
     assert_same_curve(whole, metrics(tmp_path / "a"), range(1, 7))
 
 
-@pytest.mark.law4
-def test_a_finished_run_changes_nothing(copy):
-    """Unless its export is missing, after a kill say. It trains no step."""
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()}
-    out = run("01-single-gpu", 1, *SAVING, *named(copy)).out
-    assert f"{copy}/a is finished: " in out
-    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.is_file()} == before
-    lines = metrics(copy / "a")
-    shutil.rmtree(copy / "a" / "final_model")
-    assert "is finished" not in run("01-single-gpu", 1, *SAVING, *named(copy)).out
-    assert (copy / "a" / "final_model" / "model.safetensors").exists()
-    assert metrics(copy / "a") == lines
+@pytest.mark.law3
+def test_the_moments_of_any_optimizer(tmp_path, capsys):
+    """SGD's momentum has no `step`, and is resumed. AdamW finds none of its moments: they begin
+    anew, which is said. Nothing else is lost."""
+    load("01-single-gpu")
+    import logs_and_checkpoints as module
+
+    def trained(optimizer_class, steps, resume, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = optimizer_class(model.parameters(), 0.1, **options)
+        if resume:
+            module.load_checkpoint(tmp_path, model, optimizer, {}, {})
+            return model, optimizer
+        for step in range(steps):
+            model(torch.ones(3) * step).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {"experiment": {}, "flags": {}}
+        module.save_checkpoint(tmp_path, steps, model, optimizer, values, 2)
+        return model, optimizer
+
+    model, optimizer = trained(torch.optim.SGD, 3, False, momentum=0.9)
+    again, resumed = trained(torch.optim.SGD, 0, True, momentum=0.9)
+    assert torch.equal(model.weight, again.weight)
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    assert torch.equal(momentum, resumed.state[again.weight]["momentum_buffer"])
+    assert "begin anew" not in capsys.readouterr().out
+    again, resumed = trained(torch.optim.AdamW, 0, True)
+    assert torch.equal(model.weight, again.weight)
+    assert not resumed.state[again.weight] or resumed.state[again.weight]["step"] == 0
+    assert "the moments of 2 parameters begin anew" in capsys.readouterr().out
 
 
 @pytest.mark.law4
-def test_an_export_of_an_earlier_end_is_not_taken_for_that_of_a_later_one(copy):
-    """A finished run goes on for two steps, and is killed before it exports its model again."""
+def test_a_finished_run_trains_no_step(copy):
+    """Started again it evaluates and exports once more, the same bits, as after a kill in there."""
     weights = copy / "a" / "final_model" / "model.safetensors"
-    earlier = weights.read_bytes()
-    flags = (*SAVING, *named(copy), "--max-steps", "14")
-    kill = strike("kill open final_model.tmp/config.json 1")
-    assert run("01-single-gpu", 1, *flags, check=False, **kill).returncode != 0
-    assert (copy / "a" / "step-00000014").exists()
-    assert weights.read_bytes() == earlier
-    assert "is finished" not in run("01-single-gpu", 1, *flags).out
-    assert weights.read_bytes() != earlier
-    assert "is finished" in run("01-single-gpu", 1, *flags).out
+    before, lines = weights.read_bytes(), metrics(copy / "a")
+    shutil.rmtree(weights.parent)
+    run("01-single-gpu", 1, *SAVING, *named(copy))
+    assert weights.read_bytes() == before
+    assert metrics(copy / "a") == lines
 
 
 @pytest.mark.law4
@@ -321,9 +333,9 @@ def test_flags_that_change_are_said(copy):
     flags = (*SAVING, *named(copy), "--max-steps", "14", "--lr", "5e-4", "-b", "2")
     out = run("01-single-gpu", 1, *flags, "--lr-scheduler", "constant").out
     changed = {line for line in out.splitlines() if " → " in line}
-    expected = {"--keep-checkpoints 9 → 2", "--max-steps 12 → 14", "--lr 0.002 → 0.0005"}
-    expected |= {"--lr-scheduler cosine → constant", "--batch-size 4 → 2"}
-    assert {line for line in changed if not line.startswith("--save-dir ")} == expected
+    expected = {"keep_checkpoints: 9 → 2", "max_steps: 12 → 14", "lr: 0.002 → 0.0005"}
+    expected |= {"lr_scheduler: cosine → constant", "batch_size: 4 → 2"}
+    assert {line for line in changed if not line.startswith("save_dir: ")} == expected
     assert metrics(copy / "a")[14]["train/learning_rate"] == 5e-4
 
 
@@ -333,6 +345,7 @@ SIZES |= {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 0}
 
 def write_model(folder, **more):
     LlamaConfig(**SIZES | {"vocab_size": 1024, **more}).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 
@@ -346,14 +359,11 @@ def write_text(path, seed):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--seed", "3"), "--seed is 3, but 2 in the run in {}"),
-        (("-s", "32"), "--seq-length is 32, but 64 in the run in {}"),
-        (("--global-batch-size", "16"), "--global-batch-size is 16, but 8 in the run in {}"),
-        (("-d", "dummy"), "--dataset-name (CRC-32 of its tokens) is "),
-        (
-            ("-m", "{}/model", "--from-scratch"),
-            "--model-name (head_dim in its config) is 16, but ",
-        ),
+        (("--seed", "3"), "seed is 3, but 2 in {}/step-00000012: use another -e"),
+        (("-s", "32"), "seq_length is 32, but 64 in {}/step-00000012: use another -e"),
+        (("--global-batch-size", "16"), "global_batch_size is 16, but 8 in {}/step-00000012: "),
+        (("-d", "dummy"), "data_crc is "),
+        (("-m", "{}/model", "--from-scratch"), "config."),
     ],
 )
 def test_another_experiment_is_refused(copy, flags, said):
@@ -376,16 +386,15 @@ def test_contents_count_and_not_names(tmp_path):
     other_model = shutil.copytree(model, tmp_path / "moved")
     other_text = shutil.copytree(text.parent, tmp_path / "moved-data") / "text.txt"
     out = run("01-single-gpu", 1, *flags, "-m", other_model, "-d", other_text, "--max-steps", 4).out
-    assert f"--dataset-name {text} → {other_text}" in out
+    assert f"dataset_name: {text} → {other_text}" in out
     assert list(metrics(tmp_path / "a")) == [1, 2, 3, 4]
 
     write_model(model, rms_norm_eps=0.1)
     refused = run("01-single-gpu", 1, *flags, "-m", model, "-d", text, check=False)
-    different = "is 0.1, but 1e-06 in the run in "
-    assert f"--model-name (rms_norm_eps in its config) {different}" in refused.errors[0]
+    assert "config.rms_norm_eps is 0.1, but 1e-06 in " in refused.errors[0]
     write_text(text, seed=1)
     refused = run("01-single-gpu", 1, *flags, "-m", other_model, "-d", text, check=False)
-    assert "--dataset-name (CRC-32 of its tokens) is " in refused.errors[0]
+    assert "data_crc is " in refused.errors[0]
 
 
 @pytest.mark.law1
@@ -402,8 +411,18 @@ def test_ranks_with_other_files_are_told_apart(tmp_path):
     result = run("02-ddp", 2, *flags, check=False, **faults)
     assert result.returncode != 0
     [line] = result.errors
-    assert line.startswith("train-llm.py: error: --dataset-name (CRC-32 of its tokens) is ")
-    assert line.endswith(" on rank 1")
+    assert line.startswith("train-llm.py: error: data_crc is ")
+    assert line.endswith(" on rank 1: give all ranks the same flags and files")
+
+
+def test_a_checkpoint_of_an_earlier_version_of_the_course_is_refused(copy):
+    """It had sentences as names, which no check would compare."""
+    path = copy / "a" / "step-00000012" / "state.json"
+    state = json.loads(path.read_text())
+    state["experiment"] = {f"--{name}": value for name, value in state["experiment"].items()}
+    path.write_text(json.dumps(state))
+    [line] = run("01-single-gpu", 1, *SAVING, *named(copy), check=False).errors
+    assert f"seq_length is 64, but None in {path.parent}" in line
 
 
 def test_a_file_of_flags(tmp_path, uninterrupted):
@@ -474,6 +493,6 @@ def test_a_full_disk(stage, processes, small_disk):
     flags = (*SAVING, *named(small_disk))
     result = run(stage, processes, *flags, "--keep-checkpoints", "5", check=False)
     assert result.returncode != 0
-    assert f"{small_disk}/a/step-00000009 cannot be written, is the disk full?" in result.err
+    assert "step-00000009" not in {path.name for path in (small_disk / "a").iterdir()}
     again = run(stage, processes, *flags, "--keep-checkpoints", "1", check=False)
     assert f"resumed from {small_disk}/a/step-00000006" in again.out

@@ -10,7 +10,7 @@ from conftest import ROOT, environment
 
 STEP = {
     "throughput/tokens_per_second": 1000.0,
-    "memory/peak_allocated_gb": 0.5,
+    "memory/peak_gb": 0.5,
     "memory/state_gb": 0.25,
     "time/data_ms": 1.0,
     "time/forward_ms": 20.0,

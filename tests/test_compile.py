@@ -1,7 +1,7 @@
 """What `--compile` compiles, and what makes Python wait for the device."""
 
 import pytest
-from conftest import STAGES, UNWATCHED, exact, mutant, run
+from conftest import STAGES, UNWATCHED, exact, mutant, run, save_tokenizer
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, Qwen3Config
 
 SIZES = {
@@ -77,17 +77,19 @@ QUICK = [("01-single-gpu", "llama"), ("02-ddp", "llama")]
 CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.parametrize("more", [(), ("--activation-checkpointing",)])
 @pytest.mark.parametrize(("stage", "name"), CASES)
-def test_a_block_is_compiled_once_per_batch_size(stage, name, tmp_path):
-    """Not once per layer, not again for the evaluation, and in stage 02 not in pieces for DDP. A
-    short micro-batch has code of its own, and the full ones keep theirs. The evaluation compiles
-    its loss, whose logits would otherwise be the largest tensors of a run."""
+def test_a_block_is_compiled_once_per_batch_size(stage, name, more, tmp_path):
+    """Not once per layer, and in stage 02 not in pieces for DDP. A short micro-batch has code of
+    its own, and the full ones keep theirs. Without gradients, in the evaluation, each is compiled
+    once more. A block whose activations are checkpointed is compiled, too."""
     CONFIGS[name].save_pretrained(tmp_path / name)
+    save_tokenizer(tmp_path / name)
     path = counting(tmp_path, stage)
+    number = graphs(stage, path, *UNEVEN, *more, "-m", tmp_path / name, "--from-scratch")
     batch_sizes = 2  # of 3 and 2 sequences, on two processes 3 and 1
-    number = graphs(stage, path, *UNEVEN, "-m", tmp_path / name, "--from-scratch")
-    losses = 2  # with gradients, and in the evaluation without
-    assert number == batch_sizes * (KINDS[name] + losses)
+    of_the_sample = KINDS[name] if stage == "01-single-gpu" else 0  # one sequence
+    assert number == batch_sizes * 2 * (KINDS[name] + 1) + of_the_sample  # 1 for the loss
 
 
 @pytest.mark.slow
@@ -95,7 +97,7 @@ def test_stage_10_compiles_what_is_around_the_experts(tmp_path):
     """A block is cut at its experts, which are not compiled. Two functions are left at that place,
     the one of the mixture and the one of the block, so each is two graphs: to the experts and from
     there. Other numbers of rows need no other code."""
-    pieces, losses, batch_sizes = 4, 2, 2
+    pieces, losses, batch_sizes = 2 * 4, 2, 2  # with gradients and without
     path = counting(tmp_path, "10-expert-parallel")
     assert graphs("10-expert-parallel", path, *UNEVEN) == batch_sizes * (pieces + losses)
 
@@ -108,14 +110,15 @@ def test_ddp_does_not_cut_a_block_into_pieces(tmp_path):
     """PyTorch would cut it where a bucket of gradients is full, here of 1 MB."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
     LlamaConfig(**{**SIZES, **sizes}).save_pretrained(tmp_path / "m")
+    save_tokenizer(tmp_path / "m")
     small = ("gradient_as_bucket_view=True)", "gradient_as_bucket_view=True, bucket_cap_mb=1)")
     few = ("-s", "16", "--global-batch-size", "4", "--max-steps", "2", "--eval-sequences", "2")
     numbers = []
     for name, edits in (("ours", [small]), ("cut", [small, (WHOLE, "")])):
         path = counting(tmp_path / name, "02-ddp", *edits)
         numbers.append(graphs("02-ddp", path, *few, "-m", tmp_path / "m", "--from-scratch"))
-    assert numbers[0] == 3  # a block and the loss, this also for the evaluation
-    assert numbers[1] > 3
+    assert numbers[0] == 4  # a block and the loss, with gradients and without
+    assert numbers[1] > 4
 
 
 MODE = """
@@ -204,6 +207,7 @@ def test_an_evaluation_is_not_the_peak_of_memory(tmp_path):
     that a loss takes that is not compiled. Measured in MiB, with 32,768 entries."""
     sizes = {"vocab_size": 32768, "num_hidden_layers": 2, "max_position_embeddings": 256}
     LlamaConfig(**SIZES | sizes).save_pretrained(tmp_path / "m")
+    save_tokenizer(tmp_path / "m")
     flags = ("-m", tmp_path / "m", "--from-scratch", "-s", 256, "-b", 8, "--dtype", "bf16")
     flags += ("--global-batch-size", 8, "--max-steps", 3, "--eval-sequences", 8, "--compile")
     place = "    # Evaluate the model once more"

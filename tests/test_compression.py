@@ -10,6 +10,7 @@ from conftest import (
     SMALL,
     SUPPORT,
     TEST_MODULES,
+    TINY,
     assert_same_curve,
     finish,
     fork,
@@ -149,7 +150,7 @@ def test_replicas_stay_equal_to_the_last_bit(tmp_path, mode, processes, shard_si
     assert f"{replicas} replica(s) of {shard_size} shard(s), compression {mode}\n" in out
     lines = metrics(tmp_path / "a")
     assert lines[12]["train/loss"] < lines[1]["train/loss"]
-    num_parameters = plan.sizes_of(load(STAGE).load_config("tiny", False)[0], 256).num_parameters
+    num_parameters = plan.sizes_of(load(STAGE).load_config(TINY), 256).num_parameters
     dense = 2 * (replicas - 1) / replicas * num_parameters / shard_size * 4
     ratio = lines[12]["comm/bytes_per_step"] / dense
     assert ratio == pytest.approx({"none": 1, "dct": 0.5, "int8": 260 / 1024}[mode], rel=0.01)
@@ -230,5 +231,5 @@ def test_machines_of_different_sizes_need_a_shard_size(tmp_path):
     flags = (STAGE, 3, *SMALL, "--max-steps", "1")
     result = run(*flags, check=False, PYTHONPATH=str(tmp_path))
     assert result.returncode != 0
-    assert result.errors == ["train-llm.py: error: shard_size is 2, but 1 on rank 2"]
+    assert result.errors == ["train-llm.py: error: --shard-size 2: does not divide 3 processes"]
     run(*flags, "--shard-size", "3", PYTHONPATH=str(tmp_path))

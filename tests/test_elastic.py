@@ -252,7 +252,7 @@ def test_a_folder_that_nodes_do_not_share(tmp_path):
 def test_a_full_disk_beside_the_steps(curve, tmp_path):
     """It has room for two checkpoints and a half. The thread meets that, or what writes the log.
     The second one is intact."""
-    config, _ = load("05-multinode").load_config("tiny", False)
+    config = load("05-multinode").load_config(load("05-multinode").TINY)
     checkpoint = 12 * plan.sizes_of(config, 256).num_parameters / 2**20  # fp32, with two moments
     mount_small_disk(tmp_path / "disk", round(2.5 * checkpoint))
     try:

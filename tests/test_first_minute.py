@@ -20,9 +20,9 @@ from conftest import (
     exact,
     finish,
     fork,
-    load,
     run,
     script,
+    tiny_config,
 )
 from stages import builds_on
 
@@ -35,7 +35,7 @@ def losses_of(out):
     """The losses that a run without flags has printed, and what else it must print."""
     lines = [line for line in out.splitlines() if line.startswith("step ")]
     losses = [float(line.split(" loss ")[1].split()[0]) for line in lines if " loss " in line]
-    config, _ = load("01-single-gpu").load_config("tiny", False)
+    config = tiny_config()
     assert losses[0] == pytest.approx(math.log(config.vocab_size), abs=0.1)
     assert "eval/loss" in lines[-1]
     assert "eval/perplexity" in lines[-1]
@@ -64,9 +64,7 @@ def test_the_first_steps_on_a_terminal(tmp_path):
     assert result.returncode == 0
     losses = losses_of(result.out)
     assert losses[-1] < losses[0] - 0.5
-    shown = re.search(rb"\| 9/9 \[.*loss (\d\.\d+)", bar)
-    assert shown, bar
-    assert float(shown[1]) == pytest.approx(losses[-1], abs=1e-3)
+    assert re.search(rb"\| 9/9 \[", bar), bar
     assert not list(tmp_path.iterdir())
 
 

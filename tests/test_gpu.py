@@ -16,10 +16,10 @@ from conftest import (
     SMALL,
     assert_same_curve,
     environment,
-    load,
     metrics,
     mutant,
     run,
+    save_tokenizer,
     script,
 )
 from nodes import FLAGS, INTERVAL, job, last_step, named, restarts, wait_until
@@ -85,9 +85,10 @@ def test_a_compiled_loss_saves_memory(tmp_path, curve):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     config = LlamaConfig(vocab_size=65536, num_attention_heads=2, **sizes)
     config.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     flags = ("-m", tmp_path, "--from-scratch", "-s", "256", "-b", "16", "--global-batch-size", "16")
     flags = ("01-single-gpu", 1, *flags, "--max-steps", "3", "--log-freq", "1")
-    name = "memory/peak_allocated_gb"
+    name = "memory/peak_gb"
     compiled = curve(*flags, "--eval-sequences", "1")[2][name]
     assert compiled < 0.7 * curve(*flags, "--eval-sequences", "1", "--no-compile")[2][name]
 
@@ -96,18 +97,16 @@ def test_a_peak_is_that_of_the_steps_since_the_last_line(curve):
     """Not that of the first step, in which AdamW's moments are made, or of loading."""
     flags = ("-s", "256", "-b", "2", "--global-batch-size", "2", "--no-compile", "--log-freq", "1")
     peaks = curve("01-single-gpu", 1, *flags, "--max-steps", "4")
-    name = "memory/peak_allocated_gb"
+    name = "memory/peak_gb"
     assert peaks[4][name] <= peaks[1][name]
     assert peaks[4][name] == pytest.approx(peaks[3][name], rel=0.01)
 
 
 def test_activation_checkpointing_saves_memory(curve):
     flags = ("-s", "256", "-b", "16", "--max-steps", "3", "--log-freq", "1")
-    plain = curve("01-single-gpu", 1, *flags)[3]["memory/peak_allocated_gb"]
+    plain = curve("01-single-gpu", 1, *flags)[3]["memory/peak_gb"]
     assert (
-        curve("01-single-gpu", 1, *flags, "--activation-checkpointing")[3][
-            "memory/peak_allocated_gb"
-        ]
+        curve("01-single-gpu", 1, *flags, "--activation-checkpointing")[3]["memory/peak_gb"]
         < 0.9 * plain
     )
 
@@ -117,8 +116,8 @@ def test_cpu_offload_keeps_the_curve_and_frees_the_device(stage, curve, model):
     flags = (stage, 1, *FEW, "--dtype", "fp32", *model)
     plain, offloaded = curve(*flags), curve(*flags, "--cpu-offload")
     assert_same_curve(plain, offloaded, range(1, 21), rel_loss=1e-4, rel_norm=1e-2)
-    name = "memory/current_allocated_gb"
-    assert offloaded[20][name] < plain[20][name] - 0.8 * plain[20]["memory/state_gb"]
+    name = "memory/peak_gb"
+    assert offloaded[20][name] < plain[20][name] - 0.5 * plain[20]["memory/state_gb"]
 
 
 def test_cpu_offload_of_weights_that_are_read(tmp_path, curve):
@@ -127,14 +126,6 @@ def test_cpu_offload_of_weights_that_are_read(tmp_path, curve):
     flags = ("03-fsdp", 1, *FEW, "--dtype", "fp32", "-m", tmp_path / "a" / "final_model")
     plain, offloaded = curve(*flags), curve(*flags, "--cpu-offload")
     assert_same_curve(plain, offloaded, range(1, 21), rel_loss=1e-4, rel_norm=1e-2)
-
-
-def test_mfu_is_logged_where_the_peak_is_known(curve):
-    lines = curve("01-single-gpu", 1, *FEW)
-    load("01-single-gpu")
-    from logs_and_checkpoints import peak_flops
-
-    assert ("throughput/mfu" in lines[20]) == bool(peak_flops(torch.cuda.get_device_name()))
 
 
 def test_the_device_is_waited_for_at_log_steps_only(tmp_path):
@@ -157,7 +148,8 @@ def test_the_device_is_waited_for_at_log_steps_only(tmp_path):
 def test_blocks_are_compiled_unless_one_says_no(tmp_path):
     count = "torch._dynamo.utils.counters['stats']['unique_graphs']"
     edit = ("    log.close()\n", f"    log.close()\n    print('graphs', {count})\n")
-    for flags, graphs in (((), 3), (("--no-compile",), 0)):  # a block, the loss, its evaluation
+    # A block and the loss, both once more without gradients, and the block for the sample.
+    for flags, graphs in (((), 5), (("--no-compile",), 0)):
         path = mutant(tmp_path / str(graphs), "01-single-gpu", edit)
         out = run("01-single-gpu", 1, *FEW, *flags, path=path).out
         assert f"graphs {graphs}\n" in out

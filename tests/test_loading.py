@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import assert_same_curve, metrics, run, save_tokenizer
+from conftest import assert_same_curve, run, save_tokenizer
 from safetensors import safe_open
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -91,13 +91,14 @@ CASES += [("mixtral", "01-single-gpu", 1)]
 )
 def test_what_is_read_is_what_is_exported(name, stage, processes, saved, tmp_path):
     """From the files through shards to final_model: names and bits stay as they are."""
-    flags = (*ONE_STEP, "-m", saved(name), "--export-dtype", "bf16", "--lr", "0")
+    flags = (*ONE_STEP, "-m", saved(name), "--lr", "1e-30")
     run(stage, processes, *flags, "-e", "a", "--save-dir", tmp_path)
     before, after = tensors(saved(name)), tensors(tmp_path / "a" / "final_model")
     assert before.keys() == after.keys()
     for key, tensor in before.items():
-        assert after[key].dtype == torch.bfloat16
-        assert torch.equal(after[key], tensor), key
+        stays_fp32 = "correction_bias" in key  # of a router
+        assert after[key].dtype == (torch.float32 if stays_fp32 else torch.bfloat16)
+        assert torch.equal(after[key].bfloat16(), tensor), key
     _, info = AutoModelForCausalLM.from_pretrained(
         tmp_path / "a" / "final_model", output_loading_info=True
     )
@@ -149,17 +150,3 @@ def test_weights_that_are_missing_are_named(stage, saved, tmp_path):
     assert len(result.errors) == 1
     assert f"--model-name {folder}: it lacks weights for " in result.errors[0]
     assert any(name in result.errors[0] for name in lost_weights)
-
-
-@pytest.mark.slow
-def test_the_dtype_of_the_export(saved, tmp_path):
-    flags = ("-s", "32", "--global-batch-size", "6", "--max-steps", "2", "-m", saved("gpt2"))
-    for dtype in ("fp32", "bf16"):
-        named = ("-e", dtype, "--save-dir", tmp_path, "--export-dtype", dtype)
-        run("01-single-gpu", 1, *flags, *named)
-    fp32 = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32" / "final_model")
-    bf16 = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16" / "final_model")
-    assert (fp32.dtype, bf16.dtype) == (torch.float32, torch.bfloat16)
-    for one, other in zip(fp32.parameters(), bf16.parameters(), strict=True):
-        assert torch.equal(one.to(torch.bfloat16), other)
-    assert list(metrics(tmp_path / "bf16")) == [1, 2]

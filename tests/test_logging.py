@@ -1,6 +1,5 @@
 """Logging: one line per logged step, the same names everywhere, and no run that it can stop."""
 
-import contextlib
 import json
 import os
 import socket
@@ -13,7 +12,7 @@ import pytest
 import torch
 import transformers
 from comet_server import CometServer
-from conftest import SMALL, default_sequences, end, fork, load, metrics, run, script
+from conftest import SMALL, default_sequences, end, fork, load, metrics, run, script, tiny_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,8 +23,7 @@ TRAIN = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_seen")
 ALWAYS = {"step", "throughput/tokens_per_second"} | {f"train/{name}" for name in TRAIN}
 PHASES = ("data", "forward", "backward", "update")
 ALWAYS |= {f"time/{phase}_ms" for phase in (*PHASES, "total")}
-MEMORY = ("current_allocated", "peak_allocated", "current_reserved", "peak_reserved", "state")
-ALWAYS |= {f"memory/{name}_gb" for name in MEMORY}
+ALWAYS |= {"memory/peak_gb", "memory/state_gb", "throughput/tflops_per_device"}
 EVALUATED = {"eval/loss", "eval/perplexity"}
 
 
@@ -63,7 +61,9 @@ def test_the_numbers_agree_with_each_other(offline):
     assert min(parts) > 0
     assert sum(parts) == pytest.approx(total)
     assert line["eval/perplexity"] == pytest.approx(torch.tensor(line["eval/loss"]).exp().item())
-    assert line["memory/peak_allocated_gb"] >= line["memory/current_allocated_gb"] > 0.1
+    assert line["memory/peak_gb"] > 0.1 > line["memory/state_gb"] > 0
+    flops = line["throughput/tokens_per_second"] * plan.flops_per_token(tiny_model(), 64)
+    assert line["throughput/tflops_per_device"] == pytest.approx(flops / 2 / 1e12)
     assert line["train/epoch"] == pytest.approx(6 / (len(default_sequences(64)[0]) // 8))
 
 
@@ -75,12 +75,14 @@ def test_times_are_means_over_the_steps_between_two_log_lines(monkeypatch):
 
     clock = accumulate([0, *[0.01, 0.02, 0.03, 0.04] * 4])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    log = module.RunLog(None, 0, 4, None, {}, {"device_name": "CPU"})
+    flags = {"global_batch_size": 2, "seq_length": 5, "device": "cpu"}
+    log = module.RunLog(None, 0, 4, None, flags, 3e12)
     for steps in (1, 3):
         for _ in range(steps):
             for phase in PHASES:
                 log.lap(phase)
-        means = [10, 20, 30, 40, 100]
+        speeds = [100, 300]  # 10 tokens in 100 ms, of 3 TFLOP each
+        means = [*speeds, 10, 20, 30, 40, 100]
         assert list(log.pop_times().values()) == pytest.approx(means)
 
 
@@ -99,8 +101,8 @@ SIZES |= {"num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 0}
     ],
 )
 def test_flops_per_token_are_those_that_pytorch_counts(kind, more):
-    """mfu divides by them. Counted: matrix products of forward and backward. The formula has the
-    norms' weights and biases beside, less than half a percent here."""
+    """Counted: matrix products of forward and backward. The formula has the norms' weights and
+    biases beside, less than half a percent here."""
     load("01-single-gpu")
     import logs_and_checkpoints as module
 
@@ -114,6 +116,24 @@ def test_flops_per_token_are_those_that_pytorch_counts(kind, more):
     counted = counter.get_total_flops() / length
     said = module.flops_per_token(model, length)
     assert counted == pytest.approx(said, rel=5e-3)
+
+
+@pytest.mark.slow
+def test_a_number_for_the_log_ends_no_run():
+    """FLOPs of each type of model that transformers has: a number, 0 for a mixture of experts."""
+    load("01-single-gpu")
+    import logs_and_checkpoints as module
+
+    for config_class in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        try:
+            config = config_class().get_text_config()
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(config)
+        except Exception:  # some have no default sizes
+            continue
+        flops = module.flops_per_token(model, 64)
+        is_mixture = any("expert" in name for name, _ in model.named_parameters())
+        assert flops == 0 if is_mixture else flops >= 0, config.model_type
 
 
 def archives(folder):
@@ -150,9 +170,6 @@ def test_comet_holds_every_metric_and_parameter(offline):
                 parameters[parameter["paramName"]] = parameter["paramValue"]
     assert parameters["lr"] == 2e-3
     assert parameters["max_steps"] == 6
-    assert parameters["total_steps"] == 6
-    config, _ = load("01-single-gpu").load_config("tiny", False)
-    assert parameters["parameters"] == plan.sizes_of(config, 256).num_parameters
     assert parameters["world_size"] == 2
     assert not any("key" in name.lower() for name in parameters)
 
@@ -201,12 +218,10 @@ def test_a_run_online(tmp_path):
     assert experiment.name == "a"
     assert experiment.project == "train-llm"
     assert {"01-single-gpu", "tiny", "python-docs"} <= set(experiment.tags)
-    expected = {"world_size": "1", "device": "cpu", "dtype": "fp32", "attn": "sdpa"}
-    expected |= {"total_steps": "5", "device_name": "CPU", "export_dtype": "fp32"}
+    expected = {"world_size": "1", "device": "cpu", "dtype": "fp32", "seq_length": "64"}
     expected |= {"warmup_steps": "0", "max_steps": "5", "compile": "False", "lr": "0.0001"}
     parameters = {name: str(value) for name, value in experiment.parameters.items()}
     assert {name: parameters[name] for name in expected} == expected
-    assert "-e a" in experiment.others["command"]
     for step, line in metrics(tmp_path / "a").items():
         for name, value in line.items():
             assert name == "step" or experiment.metrics[name, step] == pytest.approx(value)
@@ -216,7 +231,7 @@ def test_a_run_online(tmp_path):
     address = (tmp_path / "a" / "comet.txt").read_text().strip()
     assert address == experiment.url
     for result in (first, second):
-        assert f"the run on Comet: {address}" in result.out
+        assert f"Comet: {address}" in result.out
         assert KEY not in result.out + result.err
     for path in (tmp_path / "a").rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes()
@@ -246,24 +261,16 @@ def test_a_server_that_goes_away_stops_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_never_answers_delays_the_start_by_two_requests(tmp_path):
-    """It takes connections and is silent. A request gives up after 10 s, so that is 20 s.
-
-    The key is in a file, where `comet init` writes it."""
-    (tmp_path / ".comet.config").write_text(f"[comet]\napi_key={KEY}\n")
+def test_a_server_that_never_answers_ends_no_run(tmp_path):
+    """It takes connections, and is silent."""
     silent = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
     flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "2")
-    result = run("01-single-gpu", 1, *flags, HOME=str(tmp_path), COMET_URL_OVERRIDE=url)
-    assert "Comet could not be started, training goes on without it" in result.out
-    silent.setblocking(False)
-    connections = 0
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            silent.accept()[0].close()
-            connections += 1
+    retries = ("COMET_HTTP_SESSION_RETRY_TOTAL", "COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL")
+    more = {"COMET_API_KEY": KEY, "COMET_URL_OVERRIDE": url, **dict.fromkeys(retries, "1")}
+    result = run("01-single-gpu", 1, *flags, **more)
     silent.close()
-    assert 1 <= connections <= 2
+    assert "Comet could not be started, training goes on without it" in result.out
     assert list(metrics(tmp_path / "a")) == [1, 2]
 
 
@@ -272,14 +279,6 @@ def test_without_a_key_there_is_one_hint_and_no_question(tmp_path):
     result = run("01-single-gpu", 1, "-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
     assert result.out.count("Comet") == 1
     assert not (tmp_path / "a" / "comet").exists()
-
-
-@pytest.mark.law5
-def test_a_configuration_of_comet_without_a_key(tmp_path):
-    (tmp_path / ".comet.config").write_text("[comet]\nworkspace=mine\n")
-    flags = ("-e", "a", "--save-dir", tmp_path, *SMALL, "--max-steps", "1")
-    result = run("01-single-gpu", 1, *flags, HOME=str(tmp_path))
-    assert "training goes on without it: ValueError('there is no API key')" in result.out
 
 
 def test_an_unnamed_run_only_prints(tmp_path):

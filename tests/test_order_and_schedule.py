@@ -85,18 +85,18 @@ def test_an_evaluation_loads_one_micro_batch_at_a_time(stages, world_size, monke
         loaded.append(len(micro_batches))
         return micro_batches, count
 
-    def loss_sum(model, input_ids, targets, loss_fn):
+    def loss_fn(input_ids, targets):
         real = (targets != -100).any(dim=1)
         seen.extend((input_ids[real][:, 0] // LENGTH).tolist())
         return torch.ones(())
 
     monkeypatch.setattr(module, "make_micro_batches", make_micro_batches)
-    monkeypatch.setattr(module, "loss_sum", loss_sum)
     for rank in range(world_size or 1):
         ranks = Ranks(rank, world_size)
         ranks.all_reduce = lambda tensor, group: None
         monkeypatch.setattr(module, "dist", ranks, raising=False)
-        module.evaluate(None, DATA, 7, CPU, None, *([None] if world_size else []))
+        more = [None] if world_size else []
+        module.evaluate(lambda input_ids: input_ids, DATA, 7, CPU, loss_fn, *more)
     assert set(loaded) == {1}
     assert sorted(seen) == list(range(len(DATA)))
 

@@ -55,6 +55,7 @@ def config_of(architecture, **sizes):
 
 def save_config(folder, architecture, **sizes):
     config_of(architecture, **sizes).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 
@@ -116,7 +117,9 @@ def test_compiled_as_eager(curve):
 
 # More are in the traps `pipeline-parallel` and `lines`.
 MUTANTS = {
-    "loss not reduced": [("            dist.all_reduce(step_loss)", "            pass")],
+    "loss not reduced": [
+        ("            dist.all_reduce(step_loss, group=stage.", "            id(stage.")
+    ],
 }
 
 
@@ -172,7 +175,8 @@ def test_every_gradient_is_that_of_the_whole_model(stage, architecture, num_stag
     for index in range(num_stages):
         part, pipeline_stage = pipeline_stage_of(stage, whole, index, num_stages)
         pipeline_stages.append(part)
-        outputs.append(stage.forward_pass(part, pipeline_stage, inputs[index]))
+        name = "input_ids" if index == 0 else "inputs_embeds"
+        outputs.append(part(**{name: inputs[index]}, use_cache=False).logits)
         inputs.append(outputs[index].detach().requires_grad_())
     assert torch.equal(outputs[-1], logits)
     inputs[-1].square().mean().backward()
@@ -429,7 +433,7 @@ REFUSED = [
     ("gpt2", {}, TWO, "--model-name: use 03-fsdp, gpt2 is none of llama, mistral,"),
     ("llama", {"num_hidden_layers": 1}, TWO, "--stages 2: the model has only 1 blocks"),
     ("llama", {}, ("--stages", 3), "--stages 3: does not divide 2 processes"),
-    ("llama", {}, ("--dtype", "fp16"), "argument --dtype: invalid choice: 'fp16'"),
+    ("llama", {}, ("--dtype", "fp16"), "--dtype fp16: gradients are not scaled here"),
 ]
 
 
@@ -442,15 +446,13 @@ def test_what_cannot_be_split_ends_in_one_line(tmp_path, architecture, sizes, fl
     assert message in line
 
 
-@pytest.mark.parametrize(
-    ("name", "wrong", "right"), [("stages", 1, 2), ("batch_size", 4, 1), ("lr", 1.0, None)]
-)
+@pytest.mark.parametrize(("name", "wrong", "right"), [("batch_size", 2, 1), ("lr", 1.0, 0.002)])
 def test_ranks_with_different_flags(tmp_path, name, wrong, right):
-    """As with another command on another machine. The pipeline stages would wait for ever, or each
-    would train with a learning rate of its own."""
+    """As with another command on another machine. The pipeline stages would wait for each other, or
+    each would train with a learning rate of its own."""
     line = "    main(parse_args())\n"
     other = f"    args = parse_args()\n    if LOCAL_RANK == 0:\n        args.{name} = {wrong!r}\n"
     path = mutant(tmp_path, STAGE, (line, f"{other}    main(args)\n"))
     result = run(STAGE, 2, *FEW, path=path, check=False)
-    said = f"{name} is {wrong}, but {right} on rank 1"
+    said = f"{name} is {wrong}, but {right} on rank 1: give all ranks the same flags and files"
     assert result.errors == [f"train-llm.py: error: {said}"]

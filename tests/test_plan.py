@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from bench_common import table
-from conftest import ROOT, end, environment, load, metrics, run, save_mixture
+from conftest import ROOT, end, environment, metrics, run, save_mixture, save_tokenizer, tiny_config
 from nodes import free_port, launcher_environment
 from published import MODELS, save_config
 from test_tensor_parallel import planned_bytes, watched_stage
@@ -136,7 +136,8 @@ RECOMPUTE, KEEP = "--activation-checkpointing", "--no-reshard-after-forward"
 def test_bytes_of_fsdp_are_those_of_its_collectives(tmp_path, flags):
     """Two ranks and two micro-batches, in bf16. Stages 07 and 09 have such a test each."""
     model = tmp_path / "m"
-    load("01-single-gpu").load_config("tiny", False)[0].save_pretrained(model)
+    tiny_config().save_pretrained(model)
+    save_tokenizer(model)
     more = ("-m", model, "--from-scratch", "--dtype", "bf16", "-s", 64, *flags)
     more += ("--global-batch-size", 4, "-b", 1)
     counted = watched_stage(tmp_path, "03-fsdp", 2, *more)["bytes"]
@@ -234,11 +235,6 @@ def test_a_model_that_is_not_there_ends_in_one_line():
     assert result.returncode != 0
     assert "plan.py: error: --model-name nothing/here: " in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_tiny_is_the_model_of_the_scripts():
-    config, _ = load("01-single-gpu").load_config("tiny", False)
-    assert model_of("tiny", None).config.to_dict() == config.to_dict()
 
 
 def first_plans(mixture):

@@ -11,10 +11,10 @@ from conftest import (
     assert_same_curve,
     default_sequences,
     exact,
-    load,
     metrics,
     mutant,
     run,
+    tiny_config,
     tiny_model,
 )
 from torch.nn.functional import cross_entropy
@@ -38,7 +38,7 @@ def test_the_curve_is_that_of_a_bare_loop(curve):
     logged = reference(curve, *flags, *SMALL, "-b", 3, "--max-grad-norm", 0.5)
     train, held_out = default_sequences(64)
     order = numpy.random.default_rng((0, 0)).permutation(len(train))
-    config, _ = load("01-single-gpu").load_config("tiny", False)
+    config = tiny_config()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     vectors = [p for p in model.parameters() if p.ndim < 2]

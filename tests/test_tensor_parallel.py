@@ -49,6 +49,7 @@ def save_config(folder, architecture, **sizes):
     config = transformers.AutoConfig.for_model(architecture, **sizes)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = 0
     config.save_pretrained(folder)
+    save_tokenizer(folder)
     return folder
 
 
@@ -117,7 +118,7 @@ DUMP = """
         for name, parameter in model.named_parameters(remove_duplicate=False):
             gradient = parameter.grad
             full[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(__import__("os").environ.get("RANK", 0)) == 0:
             Path("{TO}").write_bytes(pickle.dumps(full))
         sys.exit()
 """
@@ -250,13 +251,13 @@ def note_saved(tensor):
 
 """
 BEGIN = "@record  # torchrun"
-FORWARD = "            loss = loss_sum(model, input_ids, targets, loss_fn)\n"
+FORWARD = "            loss = loss_fn(forward(input_ids), targets)\n"
 HOOKED = """
             held = torch.autograd.graph.saved_tensors_hooks(note_saved, lambda tensor: tensor)
             saved.clear()
             globals()["watched_model"] = model
             with held:
-                loss = loss_sum(model, input_ids, targets, loss_fn)
+                loss = loss_fn(forward(input_ids), targets)
 """
 STEP = '        log.lap("data")\n'
 SAY = """
@@ -274,11 +275,11 @@ def watched(folder, processes, *flags, edits=()):
     return watched_stage(folder, STAGE, processes, "--tensor-size", processes, *flags, edits=edits)
 
 
-def watched_stage(folder, stage, processes, *flags, forward=FORWARD, edits=()):
-    """The same of another stage, whose forward pass is in the line `forward`."""
+def watched_stage(folder, stage, processes, *flags, edits=()):
+    """The same of another stage."""
     edits = [
         (BEGIN, WATCH + "\n" + BEGIN),
-        (forward, HOOKED.replace(FORWARD.strip(), forward.strip())),
+        (FORWARD, HOOKED),
         (STEP, STEP + "        watch = Watch()\n        watch.__enter__()\n"),
         (PLACE, SAY + PLACE),
         *edits,
@@ -320,7 +321,7 @@ def test_no_rank_holds_the_logits_of_the_whole_vocabulary(tmp_path, processes, t
 def test_the_count_sees_logits_that_are_gathered(tmp_path):
     sizes = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 64}
     folder = save_config(tmp_path / "m", "llama", **sizes)
-    place = "    # The loss is a DTensor, as the logits are."
+    place = "    loss = F.cross_entropy("
     gather = (place, f"    logits.redistribute(placements=[Replicate()])\n{place}")
     flags = ("-m", folder, "--from-scratch", "-s", 64, "--global-batch-size", 4)
     facts = watched(tmp_path, 2, *flags, edits=[gather])
@@ -549,7 +550,7 @@ def test_processes_that_do_not_form_whole_groups():
 # Memory of split logits
 
 PEAK_OF_SPLIT_LOGITS = """
-import re, sys, types
+import re, sys
 from pathlib import Path
 import torch
 import torch._functorch.config
@@ -566,9 +567,9 @@ mesh = init_device_mesh("cpu", (8,))
 tokens, vocabulary = 4096, 16000
 weight, targets = torch.randn(vocabulary, 8).bfloat16(), torch.randint(vocabulary, (1, tokens))
 
-def model(input_ids, use_cache):
-    logits = torch.nn.functional.linear(input_ids, weight)
-    return types.SimpleNamespace(logits=DTensor.from_local(logits, mesh, [Shard(2)]))
+def forward(hidden):
+    logits = torch.nn.functional.linear(hidden, weight)
+    return DTensor.from_local(logits, mesh, [Shard(2)])
 
 def status(key):
     return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -581,7 +582,7 @@ for _ in range(2):  # the first one compiles
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     with stage.loss_parallel():
-        stage.loss_sum(model, hidden, targets, loss_fn).backward()
+        loss_fn(forward(hidden), targets).backward()
 print((status("VmHWM") - before) / (tokens * vocabulary))
 """
 

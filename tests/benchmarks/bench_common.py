@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from conftest import ROOT, metrics
+from conftest import ROOT, metrics, save_tokenizer
 
 MEASURED = Path(os.environ.get("MEASURED", ROOT / "outputs" / "measured"))
 STAGE_01, STAGE_02, STAGE_03 = "01-single-gpu", "02-ddp", "03-fsdp"
@@ -34,13 +34,14 @@ def machine():
 
 
 def write_model(folder, **sizes):
-    """A config alone, a Llama's unless `sizes` name another, for --from-scratch.
+    """A config, a Llama's unless `sizes` name another, and the tokenizer of tiny.
 
     By default its vocabulary is for `-d dummy`. The tokens of texts are those of tiny, 1024."""
     config = {"model_type": "llama", "vocab_size": 384, "max_position_embeddings": 256}
     config |= {"bos_token_id": 0, "eos_token_id": 0, "num_attention_heads": 4} | sizes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    save_tokenizer(folder)
     return folder
 
 

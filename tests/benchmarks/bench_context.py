@@ -73,10 +73,8 @@ def split_model(stage_name, config, dtype, checkpointing, compiled=False):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = stage.load_model(config, None, "sdpa", 0).to(dtype)
-    more = ()
     if stage_name == STAGE_09:
         stage.split_attention(model, mesh)
-        more = (mesh,)
     if stage_name == STAGE_07:
         weights = model.state_dict()
         stage.split_layers(model, mesh)
@@ -88,7 +86,10 @@ def split_model(stage_name, config, dtype, checkpointing, compiled=False):
         block.forward = torch.compile(block.forward, dynamic=False)
 
     def loss(ids):
-        return stage.loss_sum(model, ids, ids, stage.sum_cross_entropy, *more)
+        own = stage.own_positions(ids.shape[1], mesh) if stage_name == STAGE_09 else slice(None)
+        more = {"position_ids": own[None]} if stage_name == STAGE_09 else {}
+        logits = model(input_ids=ids[:, own], use_cache=False, **more).logits
+        return stage.sum_cross_entropy(logits, ids[:, own])
 
     return stage, model, loss
 
@@ -460,7 +461,7 @@ def traps():
             found = run_context_wrongly(place, edits, "--max-steps", 400)
             row = [name, f"{found[400]['train/loss']:.4f}", f"{found[400]['eval/loss']:.4f}"]
             row.append(f"{exported_loss(place):.4f}")
-            further = ("-m", trained, "--max-steps", 1, "--lr", 0)
+            further = ("-m", trained, "--max-steps", 1, "--lr", 1e-30)
             again = run_context_wrongly(place / "again", edits, *further)[1]
             row += [f"{again['train/loss']:.4f}", f"{again['train/grad_norm']:.3f}"]
             row.append(f"{again['eval/loss']:.4f}")

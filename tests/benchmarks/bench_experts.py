@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from bench_common import STAGE_01, STAGE_03, STAGE_10, report
 from bench_context import on_a_group
-from conftest import data_args, load, metrics, mutant, run
+from conftest import TINY, data_args, load, metrics, mutant, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,7 +31,7 @@ BATCH = 4  # sequences of a micro-batch, the default
 
 def tiny(**sizes):
     """The config of the tiny model of stage 10, for 03 too."""
-    config, _ = load(STAGE_10).load_config("tiny", False)
+    config = load(STAGE_10).load_config(load(STAGE_10).TINY)
     for name, size in sizes.items():
         setattr(config, name, size)
     return config
@@ -69,7 +69,7 @@ def shard(stage_name, config, expert_size, dtype="fp32", checkpointing=False, **
 def micro_batch(stage):
     """The first micro-batch of this rank in the default run: input_ids and targets."""
     args = data_args("python-docs", 256)
-    data, _ = stage.load_data(args, tiny(), stage.load_tokenizer("tiny", ""))
+    data, _, _ = stage.load_data(args, tiny(), stage.load_tokenizer(TINY, ""))
     rank = dist.get_rank()
     rows = range(rank * BATCH, (rank + 1) * BATCH)
     [batch], _ = stage.make_micro_batches(data, rows, BATCH, CPU, dist.new_group([rank]))
@@ -93,7 +93,7 @@ def state_of_ranks(stage_name, config, expert_size, dimension=None):
     stage, model, _ = shard(stage_name, config, expert_size, **changes)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.arange(64)[None]
-    stage.loss_sum(model, ids, ids, stage.sum_cross_entropy).backward()
+    stage.sum_cross_entropy(model(input_ids=ids, use_cache=False).logits, ids).backward()
     optimizer.step()
     sizes = [0, 0]
     for name, parameter in model.named_parameters():
@@ -197,7 +197,8 @@ def sent_for_a_block(stage_name, expert_size, dtype, checkpointing, is_balanced)
     values = scale.values_of_experts(config) * config.num_local_experts // expert_size
     ids, targets = micro_batch(stage)
     with Sent(values if stage_name == STAGE_10 else 0) as sent:
-        stage.loss_sum(model, ids, targets, stage.sum_cross_entropy).backward()
+        logits = model(input_ids=ids, use_cache=False).logits
+        stage.sum_cross_entropy(logits, targets).backward()
     counted = [sent.fsdp_of_experts, sent.rows, sent.counts]
     counted = [count / len(model.model.layers) for count in counted]
     found = of_all_ranks([sent.fsdp, *counted])
@@ -378,7 +379,7 @@ def with_auxiliary_loss(kind, coefficient):
     )
     return [
         (
-            "            loss = loss_sum(model, input_ids, targets, loss_fn)\n"
+            "            loss = loss_fn(forward(input_ids), targets)\n"
             "            step_loss += loss.detach()\n",
             call,
         ),
@@ -452,7 +453,7 @@ def balance():
             found = []
             for size in (4, 2, 1):
                 place = Path(folder, f"split-{len(rows_of_splits)}-{size}")
-                flags = ("-m", trained, "--max-steps", 1, "--lr", 0, "-b", size)
+                flags = ("-m", trained, "--max-steps", 1, "--lr", 1e-30, "-b", size)
                 found.append(run_balance(place, edits, *flags)[1])
             row = [name]
             for metric in ("train/loss", "auxiliary", "train/grad_norm"):

@@ -121,16 +121,23 @@ def profile():
             how = setting(folder, name) | sizes
             flags = ["--no-compile"] if "--no-compile" in way else []
             speed = run_stage(how, STAGE_01, 1, *flags, patch="unsaved")
-            mfu = f"{speed['throughput/mfu']:.1%}" if "throughput/mfu" in speed else "–"
+            mfu = mfu_of(speed)
             head = f"{way} --global-batch-size {how['global_batch_size']}"
             head = [head, f"{speed['tokens_per_second']:,.0f}", mfu]
-            head.append(f"{speed['memory/peak_allocated_gb']:.1f}")
+            head.append(f"{speed['memory/peak_gb']:.1f}")
             path = Path(folder, "kernels.json")
             run_stage(how, STAGE_01, 1, *flags, patch=f"unsaved,profiled={path}")
             profiled = json.loads(path.read_text())
         rows += [head + row for row in shares(profiled)]
         names = ["stage 01", "tokens/s", "MFU", "peak, GB", "of a step", "ms", "share", "most time"]
         report("gpu-profile" if GPU else "gpu-profile-dry", names, rows)
+
+
+def mfu_of(result):
+    """The share of the GPU's peak, in words."""
+    peak = plan.peak_flops(torch.cuda.get_device_name()) if GPU else 0
+    tflops = result.get("throughput/tflops_per_device")
+    return f"{1e12 * tflops / peak:.1%}" if peak and tflops else "–"
 
 
 def shares(profiled):
@@ -162,8 +169,8 @@ def measure(name, runs, processes, on_one=()):
         speed = result["tokens_per_second"]
         one = speed_of_one.setdefault(model, speed / number)  # the first run of a model
         row = [model, stage, flags, number, f"{speed:,.0f}", f"{speed / number / one:.2f}"]
-        row.append(f"{result['throughput/mfu']:.1%}" if "throughput/mfu" in result else "–")
-        row.append(f"{result['memory/peak_allocated_gb']:.1f}")
+        row.append(mfu_of(result))
+        row.append(f"{result['memory/peak_gb']:.1f}")
         formula = "–"
         if stage == STAGE_01 and "--no-compile" not in flags:
             tokens = how["batch_size"] * how["seq_length"]

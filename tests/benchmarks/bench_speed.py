@@ -375,7 +375,7 @@ def memory():
             for stage in (STAGE_02, STAGE_03):
                 lines, _ = run_and_count(how, stage, "peaks", processes=processes, **TRIM)
                 states.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
-                peaks.append(f"{1000 * lines[-1]['memory/peak_allocated_gb']:,.0f}")
+                peaks.append(f"{1000 * lines[-1]['memory/peak_gb']:,.0f}")
             rows.append([processes, *states, *peaks])
     head = ["processes W", "state of a rank, stage 02, MB", "stage 03, MB"]
     head += ["peak of the process, stage 02, MB", "stage 03, MB"]
@@ -401,7 +401,7 @@ def accumulation():
             for micro_batches in MICRO_BATCHES:
                 how["global_batch_size"] = 4 * micro_batches
                 lines, sent_by_3 = run_and_count(how | {"steps": 3}, stage, "peaks", *more, **TRIM)
-                peak = 1000 * lines[2]["memory/peak_allocated_gb"]
+                peak = 1000 * lines[2]["memory/peak_gb"]
                 lines, sent_by_7 = run_and_count(how | {"steps": 7}, stage, None, *more)
                 ms = statistics.median(line["time/total_ms"] for line in lines[2:])
                 tokens = how["global_batch_size"] * how["seq_length"]
@@ -848,13 +848,13 @@ def first_run(folder, vocab_size, batch, lr, epochs, **sizes):
 
     Returns steps, parameters, CPU seconds, the last eval/loss, and the bits of a held-out byte."""
     module = load(STAGE_01)
-    tokenizer = module.tiny_tokenizer()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny")
     tokenizer = tokenizer.train_new_from_iterator(
         topics.values(), vocab_size=vocab_size, show_progress=False
     )
-    tokenizer.save_pretrained(folder)
     sizes["num_attention_heads"] = sizes["hidden_size"] // 32
     write_model(folder, vocab_size=math.ceil(vocab_size / 128) * 128, **sizes)
+    tokenizer.save_pretrained(folder)
     flags = ["-m", folder, "--from-scratch", "-s", 256, "--global-batch-size", batch, "--lr", lr]
     flags += ["--num-epochs", epochs, "-e", "run", "--save-dir", folder]
     command = [sys.executable, ROOT / STAGE_01 / "train-llm.py", *flags]

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -18,7 +19,6 @@ import psutil
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers.pre_tokenizers import ByteLevel
 
 GPU = torch.cuda.is_available()
 # Those of the stages for random weights.
@@ -51,11 +51,8 @@ def windows(how, tokens):
 
 
 def tiny_tokenizer():
-    """The tokenizer of tiny, as a stage trains it."""
-    vocabulary = ["<|endoftext|>", *sorted(ByteLevel.alphabet())]
-    vocabulary = {token: number for number, token in enumerate(vocabulary)}
-    tokenizer = transformers.GPT2Tokenizer(vocabulary, merges=[])
-    return tokenizer.train_new_from_iterator(topics.values(), 1024, show_progress=False)
+    """The tokenizer of tiny."""
+    return transformers.AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "tiny")
 
 
 def now():

@@ -10,7 +10,7 @@ from conftest import metrics, mutant, run
 
 DCT = "-s 128 --global-batch-size 16 -b 2 --max-steps 10"
 COMPRESSED = "-s 128 --global-batch-size 16 -b 4 --max-steps 10 --compression"
-ZIGZAG = "    return rank, 2 * context_mesh.size() - 1 - rank"
+ZIGZAG = "    return rank, 2 * mesh.size() - 1 - rank"
 CONTIGUOUS = (ZIGZAG, "    return 2 * rank, 2 * rank + 1")
 IN_ORDER = "    return torch.cat(first.unbind() + second.unbind()[::-1], dim=2)"
 IN_PAIRS = """    pairs = zip(first, second, strict=True)
@@ -26,7 +26,7 @@ LINES = [
                 ("F.pad(labels[:, 1:], (0, 1), value=-100)", "labels.clone()")
             ],
             "no `optimizer.zero_grad()`": [("        optimizer.zero_grad()", "        pass")],
-            "parameters in bf16": [('"dtype": torch.float32,', '"dtype": torch.bfloat16,')],
+            "parameters in bf16": [('"dtype": torch.float32}', '"dtype": torch.bfloat16}')],
         },
     ),
     (
@@ -45,7 +45,7 @@ LINES = [
             ],
             "no `* num_shares`": [("(loss * num_shares /", "(loss /")],
             "`model.module` in the forward pass": [
-                ("loss = loss_sum(model, input_ids", "loss = loss_sum(model.module, input_ids")
+                ("return model(input_ids", "return model.module(input_ids")
             ],
             "`indices[: len(indices) // num_shares]`": [
                 ("indices[rank::num_shares]", "indices[: len(indices) // num_shares]")
@@ -132,11 +132,7 @@ LINES = [
         "04-compression",
         2,
         f"{COMPRESSED} dct --shard-size 2",
-        {
-            "compression is not switched off": [
-                ('        args.compression = "none"', "        pass")
-            ]
-        },
+        {"compression is not switched off": [(' if num_replicas > 1 else "none"\n', "\n")]},
     ),
     (
         "06-streaming",
@@ -165,8 +161,11 @@ LINES = [
                     "                pass\n",
                 )
             ],
-            "`all_reduce(step_loss, group=data_group)`": [
-                ("dist.all_reduce(step_loss)", "dist.all_reduce(step_loss, group=data_group)")
+            "no `all_reduce(step_loss, group=stage.pipeline)`": [
+                (
+                    "            dist.all_reduce(step_loss, group=stage.pipeline)",
+                    "            id(stage)",
+                )
             ],
         },
     ),
@@ -212,7 +211,7 @@ LINES = [
                 ("dist.all_reduce(total)", "dist.all_reduce(total, group=group)")
             ],
             "no `all_reduce(logits, …)` in `sample`": [
-                ("        dist.all_reduce(logits, group=context_mesh.get_group())\n", "")
+                ("        dist.all_reduce(logits, group=mesh.get_group())\n", "")
             ],
         },
     ),

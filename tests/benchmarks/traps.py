@@ -41,7 +41,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from bench_common import MEASURED, table
-from conftest import FAULTS, data_args, end, load, metrics, mutant, run
+from conftest import FAULTS, TINY, data_args, end, load, metrics, mutant, run, save_tokenizer
 from datasets.distributed import split_dataset_by_node
 from nodes import free_port
 from torch.distributed import fsdp
@@ -59,21 +59,27 @@ VALUES = {"flags": {}, "experiment": {}}
 def tiny():
     """Stage 01 as a module, the config of its tiny model, and its data, 64 tokens a sequence."""
     stage = load("01-single-gpu")
-    config, _ = stage.load_config("tiny", False)
+    config = stage.load_config(stage.TINY)
     args = data_args("python-docs", 64)
-    train, held_out = stage.load_data(args, config, stage.load_tokenizer("tiny", ""))
+    train, held_out, length = stage.load_data(args, config, stage.load_tokenizer(TINY, ""))
     return stage, config, train, held_out.select(range(64))
 
 
 def eval_loss(model):
     """The loss of the 64 sequences that are held out."""
     stage, _, _, held_out = tiny()
-    return stage.evaluate(model, held_out, 64, CPU, stage.sum_cross_entropy)["eval/loss"]
+    forward = logits_of(model)
+    return stage.evaluate(forward, held_out, 64, CPU, stage.sum_cross_entropy)["eval/loss"]
+
+
+def logits_of(model):
+    """What is `forward` in the stages, without autocast."""
+    return lambda ids: model(input_ids=ids, use_cache=False).logits
 
 
 def loss_sum(model, ids, targets):
     stage, _, _, _ = tiny()
-    return stage.loss_sum(model, ids, targets, stage.sum_cross_entropy)
+    return stage.sum_cross_entropy(logits_of(model)(ids), targets)
 
 
 def fit(model, optimizer, first, steps):
@@ -600,7 +606,7 @@ def on_two_ranks(function):
 def shards(rank):
     """One of two ranks, which initialise the tiny model in shards in three ways."""
     stage = load("03-fsdp")
-    config, _ = stage.load_config("tiny", False)
+    config = stage.load_config(stage.TINY)
     right = stage.load_model(config, None, "auto", 0)
     results = {}
     for way in ("same", "own", "dealt"):
@@ -668,17 +674,13 @@ def split_wrongly(rank):
     def gradients(model, ids):
         with stage.loss_parallel():
             targets = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-            loss = stage.loss_sum(model, ids, targets, stage.sum_cross_entropy)
+            loss = stage.sum_cross_entropy(logits_of(model)(ids), targets)
             loss.backward()
         return loss.item(), dict(model.named_parameters(remove_duplicate=False))
 
     reference = build()
-    exact_loss = tiny()[0].loss_sum(
-        reference,
-        batches[0],
-        torch.nn.functional.pad(batches[0][:, 1:], (0, 1), value=-100),
-        stage.sum_cross_entropy,
-    )
+    targets = torch.nn.functional.pad(batches[0][:, 1:], (0, 1), value=-100)
+    exact_loss = loss_sum(reference, batches[0], targets)
     exact_loss.backward()
     exact = {name: p.grad for name, p in reference.named_parameters(remove_duplicate=False)}
 
@@ -774,6 +776,7 @@ def pipeline_parallel():
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
         ids = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
         transformers.LlamaConfig(**sizes, **ids).save_pretrained(Path(folder, "model"))
+        save_tokenizer(Path(folder, "model"))
         flags += ["-m", Path(folder, "model"), "--from-scratch"]
         run("01-single-gpu", 1, *flags, "--save-dir", Path(folder, "one"))
         one = metrics(Path(folder, "one", "a"))
@@ -795,15 +798,19 @@ def pipeline_parallel():
 CONTEXT_WRONGLY = {
     "stage 09": ([], "–"),
     "each rank counts the positions of its tokens from 0": (
-        [("(input_ids=input_ids[:, own], position_ids=own[None],", "(input_ids[:, own],")],
+        [("(input_ids=input_ids, position_ids=positions[None],", "(input_ids,")],
         "nothing but a comparison with stage 01, in the fourth digit",
     ),
     "the targets are made after the cut": (
         [
             (
-                "loss_fn(logits, targets[:, own])",
-                "loss_fn(logits, F.pad(input_ids[:, own][:, 1:], (0, 1), value=-100))",
-            )
+                "[(x[:, own], targets[:, own]) for",
+                "[(x[:, own], F.pad(x[:, own][:, 1:], (0, 1), value=-100)) for",
+            ),
+            (
+                "targets[:, own])\n        num_targets",
+                "F.pad(input_ids[:, own][:, 1:], (0, 1), value=-100))\n        num_targets",
+            ),
         ],
         "stage 01 finds another loss of the exported model; 62 targets of 63 have a loss",
     ),

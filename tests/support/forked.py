@@ -61,7 +61,6 @@ PACKAGES = [
     "psutil",
     "tqdm",
     "safetensors.torch",
-    "warm",
 ]
 # Prefixes of variables that take effect when a package is imported, or when Python starts.
 READ_AT_IMPORT = ("CUDA_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH")
@@ -100,8 +99,7 @@ def start_server(environment):
     server_environment.update(environment)
     own = dict(os.environ)
     os.environ.clear()
-    # The server finds "warm" here. Each run has the PYTHONPATH of its own environment.
-    os.environ.update(environment, PYTHONPATH=str(Path(__file__).parent))
+    os.environ.update(environment)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

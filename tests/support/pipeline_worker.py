@@ -25,17 +25,23 @@ def write(folder, values):
 
 def wrap_forward(module, after, around=contextlib.nullcontext):
     """Has each forward pass in training run inside `around(model)`, and then call `after`."""
-    forward_pass = module.forward_pass
+    keep_stage = module.keep_stage
 
-    def wrapped(model, stage, inputs):
-        if not torch.is_grad_enabled():
-            return forward_pass(model, stage, inputs)
-        with around(model):
-            outputs = forward_pass(model, stage, inputs)
-        after(outputs)
-        return outputs
+    def wrapped(model, blocks, stage):
+        kept, forward = keep_stage(model, blocks, stage), model.forward
 
-    module.forward_pass = wrapped
+        def watched_forward(**inputs):
+            if not torch.is_grad_enabled():
+                return forward(**inputs)
+            with around(model):
+                outputs = forward(**inputs)
+            after(outputs.logits)
+            return outputs
+
+        model.forward = watched_forward
+        return kept
+
+    module.keep_stage = wrapped
 
 
 def wrap_lap(module, act):

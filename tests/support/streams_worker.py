@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from conftest import data_args, load
+from conftest import TINY, data_args, load
 
 
 def draw(stage, scenario, count, positions):
     """Returns the sequences of each of `count` batches, and the positions after them."""
     args = data_args(scenario["path"], scenario["length"], "text")
     args.global_batch_size = scenario["streams"]
-    config, _ = stage.load_config("tiny", False)
-    tokenizer = stage.load_tokenizer("tiny", "")
-    documents, _ = stage.load_data(args, config, tokenizer)
-    streams = stage.Streams(documents, tokenizer, args, config.vocab_size, positions)
+    config = stage.load_config(stage.TINY)
+    tokenizer = stage.load_tokenizer(TINY, "")
+    documents, _, _ = stage.load_data(args, config, tokenizer)
+    streams = stage.Streams(documents, tokenizer, vars(args), config.vocab_size, positions)
     drawn = []
     for _ in range(count):
         indices = streams.next_batch()

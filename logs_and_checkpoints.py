@@ -74,12 +74,12 @@ def open_run_dir(run_dir):
 
 
 def flops_per_token(model, seq_length):
-    """Operations per token, forward and backward, 6 N + 12 L Q T (PaLM, arXiv:2204.02311, app. B).
+    """Operations per token, forward and backward: 6 N + 12 L Q T (PaLM, arXiv:2204.02311, app. B).
 
-    N are all parameters but the embeddings, L blocks have queries of Q elements, of T tokens. The
-    result is 0 for a mixture of experts, and if a config has other sizes: a run never ends here."""
+    N parameters that compute, L blocks, Q elements of a query, T tokens. 0 for a mixture of
+    experts, and for a config without these sizes: a number for the log never ends a run."""
     embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    embeddings.discard(model.get_output_embeddings().weight)  # with these a model computes
+    embeddings.discard(model.get_output_embeddings().weight)  # computes, also if it is both
     num_parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
     try:
         heads = model.config.num_attention_heads
@@ -104,7 +104,8 @@ def memory_gb(model, optimizer, device):
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     else:
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes
+        peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = torch.tensor([peak, state], dtype=torch.float64, device=device) / 1e9
     if dist.is_initialized():
         dist.all_reduce(memory, dist.ReduceOp.MAX)
@@ -207,8 +208,8 @@ class RunLog:
         speed = 1000 * self.tokens_per_step * steps / times["total"]
         metrics = {"throughput/tokens_per_second": speed}
         if self.flops_per_token:
-            tflops = speed * self.flops_per_token / WORLD_SIZE / 1e12
-            metrics["throughput/tflops_per_device"] = tflops
+            flops = speed * self.flops_per_token / WORLD_SIZE
+            metrics["throughput/tflops_per_device"] = flops / 1e12
         return metrics | {f"time/{phase}_ms": ms / steps for phase, ms in times.items()}
 
     def step(self, step, metrics):
@@ -283,8 +284,8 @@ def checkpoint_tensors(model, optimizer):
 def load_checkpoint(run_dir, model, optimizer, experiment, flags):
     """Loads the newest checkpoint of a run. Returns its `values`, {"step": 0} if there is none.
 
-    Ends the run if its `experiment` is another one, or if ranks differ in that or in their flags.
-    Between two starts of a run other flags may differ, which is printed."""
+    Ends the run if its `experiment` is another one, or if ranks have other ones or other flags.
+    Flags that are not those of the checkpoint are printed."""
     # Rank 0 alone chooses the checkpoint. If each rank did, a rank that does not see the newest one
     # yet, on a network file system, would go on from an older step than the others.
     newest = next(iter(checkpoints(run_dir)), None) if run_dir and RANK == 0 else None
@@ -323,7 +324,7 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
 def check_same(ours, theirs, where):
     """Ends the run if two dicts have different values of the same name, and says which.
 
-    A name of the config may lack: versions of transformers add and remove some."""
+    A name of the config may be missing: versions of transformers add and remove some."""
     for name, value in ours.items():
         other = theirs.get(name, value if name.startswith("config.") else None)
         if other != value:

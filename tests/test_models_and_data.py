@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -31,6 +32,7 @@ from conftest import (
     save_tokenizer,
 )
 from safetensors.torch import load_file
+from test_traps import SAME_TEXT
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -118,6 +120,21 @@ def test_a_model_without_a_tokenizer(make, stage_01, tmp_path):
     make(**SIZE).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=f"--model-name {tmp_path}: it has no tokenizer"):
         stage_01.load_tokenizer(str(tmp_path), "")
+
+
+def test_the_default_models_are_made_again(tmp_path):
+    """By the command that has made them, on the Python that had this text."""
+    if not SAME_TEXT:
+        pytest.skip("the tokenizer was trained on the text that comes with Python 3.11.7")
+    command = [sys.executable, ROOT / "tests" / "support" / "make_tiny.py", tmp_path]
+    subprocess.run(command, check=True, capture_output=True)
+    for name in ("tiny", "tiny-mixture"):
+        made = [
+            json.loads((folder / name / "config.json").read_text()) for folder in (tmp_path, ROOT)
+        ]
+        assert made[0] | {"transformers_version": made[1]["transformers_version"]} == made[1]
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            assert (tmp_path / name / file).read_bytes() == (ROOT / name / file).read_bytes()
 
 
 def test_dropout_is_set_to_zero_and_said(tmp_path):

@@ -76,18 +76,19 @@ def open_run_dir(run_dir):
 def flops_per_token(model, seq_length):
     """Operations per token, forward and backward: 6 N + 12 L Q T (PaLM, arXiv:2204.02311, app. B).
 
-    N parameters that compute, L blocks, Q elements of a query, T tokens. 0 for a mixture of
-    experts, and for a config without these sizes: a number for the log never ends a run."""
-    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    embeddings.discard(model.get_output_embeddings().weight)  # computes, also if it is both
-    num_parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
+    N parameters that compute, L blocks, Q elements of a token's queries, T tokens. 0 for a mixture
+    of experts, and for a config without these sizes: a number for the log never ends a run."""
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        return 0
     try:
+        embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+        embeddings.discard(model.get_output_embeddings().weight)  # computes, also if it is both
+        num_parameters = model.num_parameters() - sum(weight.numel() for weight in embeddings)
         heads = model.config.num_attention_heads
         width = heads * (getattr(model.config, "head_dim", 0) or model.config.hidden_size // heads)
-        flops = 6 * num_parameters + 12 * model.config.num_hidden_layers * width * seq_length
+        return 6 * num_parameters + 12 * model.config.num_hidden_layers * width * seq_length
     except Exception:
         return 0
-    return 0 if any(".experts." in name for name, _ in model.named_parameters()) else flops
 
 
 def memory_gb(model, optimizer, device):
@@ -284,8 +285,8 @@ def checkpoint_tensors(model, optimizer):
 def load_checkpoint(run_dir, model, optimizer, experiment, flags):
     """Loads the newest checkpoint of a run. Returns its `values`, {"step": 0} if there is none.
 
-    Ends the run if its `experiment` is another one, or if ranks have other ones or other flags.
-    Flags that are not those of the checkpoint are printed."""
+    Ends the run if its `experiment` differs, or if that or the flags differ between ranks. Flags
+    that differ from those of the checkpoint are printed."""
     # Rank 0 alone chooses the checkpoint. If each rank did, a rank that does not see the newest one
     # yet, on a network file system, would go on from an older step than the others.
     newest = next(iter(checkpoints(run_dir)), None) if run_dir and RANK == 0 else None
@@ -322,7 +323,7 @@ def load_checkpoint(run_dir, model, optimizer, experiment, flags):
 
 
 def check_same(ours, theirs, where):
-    """Ends the run if two dicts have different values of the same name, and says which.
+    """Ends the run if two dicts have different values for the same name, and says which.
 
     A name of the config may be missing: versions of transformers add and remove some."""
     for name, value in ours.items():
@@ -354,6 +355,7 @@ def save_final_model(run_dir, model, tokenizer, dtype):
     model.generation_config.eos_token_id = sorted(ends & special) or None
 
     folder = run_dir / "final_model"
+    shutil.rmtree(folder, ignore_errors=True)  # a kill must not leave old and new files together
     model.save_pretrained(folder, state_dict=weights)
     model.config.dtype = dtype  # save_pretrained has written that of the training
     model.config.save_pretrained(folder)

@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -66,7 +67,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
 transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Flags that are not given. beta2 is the decay rate of AdamW's second moment in each step.
+# Defaults. beta2, which is no flag, is the decay rate of AdamW's second moment in each step.
 FROM_SCRATCH = {"num_epochs": 10, "lr": 2e-3, "weight_decay": 0.1, "beta2": 0.95}
 PRETRAINED = {"num_epochs": 3, "lr": 2e-5, "weight_decay": 0.01, "beta2": 0.999}
 # What `-m tiny` means: the config and tokenizer of a small model, without weights.
@@ -78,7 +79,7 @@ LLAMA_LIKE = ("llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "s
 
 @record  # torchrun shows the traceback of the process that failed first
 def main(args):
-    if not dist.is_torchelastic_launched():
+    if "RANK" not in os.environ:
         fail("this stage needs torchrun: torchrun --standalone --nproc-per-node 2 train-llm.py")
     device = torch.device(args.device)
     dtype = DTYPES[args.dtype]
@@ -138,6 +139,7 @@ def main(args):
     mesh = init_device_mesh(
         device.type, (num_stages, world_size // num_stages), mesh_dim_names=("stage", "shard")
     )
+    stage = PipelineStage(mesh, config.hidden_size, dtype, device)
     # The ranks that share the work of a global batch.
     data_group = mesh.get_group("shard")
     num_shares = dist.get_world_size(data_group)
@@ -193,7 +195,6 @@ def main(args):
 
     # Pipeline parallelism: a pipeline stage keeps some of the blocks, one after the other. The
     # first one has the embeddings as well, and the last one the last norm and the output layer.
-    stage = PipelineStage(mesh, config.hidden_size, dtype, device)
     blocks = keep_stage(model, blocks, stage)
 
     # torch.compile compiles the first block and uses the result for the others: their code is the
@@ -274,15 +275,14 @@ def main(args):
     warmup_steps = args.warmup_steps
     if warmup_steps is None:
         warmup_steps = min(100, total_steps // 10)
-    flags = {**vars(args), "seq_length": seq_length, "warmup_steps": warmup_steps}
 
     # fp16 cannot represent small gradients. The scaler multiplies the loss by a large number before
-    # the backward pass, and divides the gradients by it afterwards. It does nothing for bf16 and
-    # fp32.
+    # the backward pass, and divides the gradients by it afterwards. In bf16 and fp32 it is off.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
 
     # Resume from the newest checkpoint of this run, if there is one. It must be of the same
-    # experiment. Everything else may change: hardware, other flags, and the stage (not to 06).
+    # experiment. Everything else may change: hardware, other flags, and the stage, except to 06.
+    flags = {**vars(args), "seq_length": seq_length, "warmup_steps": warmup_steps}
     resumed = load_checkpoint(run_dir, model, optimizer, experiment, flags)
     steps_done = resumed["step"]
     if resumed.get("scaler"):
@@ -412,7 +412,7 @@ def main(args):
             check_finite(step, metrics, scaler)
         log.step(step, metrics)
         optimizer.zero_grad()  # otherwise the next step would add to these gradients
-        log.lap("log")  # counted in the next line: the times of this line are read already
+        log.lap("log")  # counted in the next log line: the times of this one are read already
 
         # Checkpoint: model and optimizer, and what else is needed to resume.
         if is_save_step:
@@ -432,7 +432,7 @@ def main(args):
             log.step(step, results)
         log.lap("outside")  # what is outside of a step does not count for tokens per second
 
-    # Evaluate the model once more, and show what it writes. Then export it for `from_pretrained`.
+    # Evaluate the trained model, and show what it writes. Then export it for `from_pretrained`.
     # Each token gathers all parameters again, so the sample is shorter than in stages 01 and 02.
     results = evaluate(forward, eval_data, args.batch_size, device, loss_fn, data_group, stage)
     prompt, text = sample(forward, eval_data[0], 64, tokenizer, device, stage)
@@ -549,7 +549,7 @@ def share_of_rank(indices, group):
 
     A backward pass may contain collectives, for which all ranks wait. So every rank gets
     the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
-    one less repeat a sequence that does not count: all its targets are -100, without a loss."""
+    one fewer repeat a sequence that does not count: all its targets are -100, without a loss."""
     rank, num_shares = dist.get_rank(group), dist.get_world_size(group)
     share = list(indices[rank::num_shares])
     num_real = len(share)
@@ -594,7 +594,7 @@ def lr_factor(step, schedule, warmup_steps, total_steps):
     """The learning rate of a step as a share of --lr. It needs no state of the steps before.
 
     Steps count from 1. The share rises in the steps of the warm-up, is 1 in the one after it, and
-    then falls, unless it is constant. One step before the first, and after the last, it is 0."""
+    then falls, so that it would be 0 one step after the last, or is constant."""
     if step <= warmup_steps:
         return step / (warmup_steps + 1)
     if schedule == "constant":
@@ -650,7 +650,7 @@ def sample(forward, row, num_tokens, tokenizer, device, stage):
 
     generator = torch.Generator().manual_seed(0)
     for i in range(start, tokens.shape[1]):
-        # Tokens that are not written yet are 0. Attention is causal, so none before reads them.
+        # Tokens that are not written yet are 0. Attention is causal: no earlier token reads them.
         logits = forward(tokens)[0, i - 1]
         if stage.is_last:  # on others these are hidden states
             # A temperature below 1, here 0.6, makes likely tokens likelier.
@@ -800,7 +800,7 @@ def check_data(args, config, train_data, eval_data, seq_length):
         size = f"{len(train_data)} sequences of {seq_length} tokens, {len(eval_data)} held out"
         fail(f"--global-batch-size {args.global_batch_size}: {args.dataset_name} has only {size}")
 
-    crc = 0
+    crc = len(train_data)
     batches = [data.with_format("numpy").iter(batch_size=1000) for data in (train_data, eval_data)]
     for rows in itertools.chain(*batches):
         for name, tokens in rows.items():
@@ -864,14 +864,12 @@ def parse_args():
     """Returns the flags of the command line. @FILE is a file with one --flag=value on each line."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [flags], see --help",
-        fromfile_prefix_chars="@",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     switch = {"action": "store_true"}
     on_gpu = torch.cuda.is_available()
-    dtype = "fp32"
-    if on_gpu:  # a V100 or T4, for example, does not compute in bf16
-        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    can_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # V100: no
+    dtype = "bf16" if can_bf16 else "fp16" if on_gpu else "fp32"
 
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="save the run in SAVE_DIR/NAME, and resume it there")
@@ -920,15 +918,18 @@ def parse_args():
     schedules = ("1f1b", "gpipe")
     add("--schedule", choices=schedules, default="1f1b", help="gpipe: all forward passes first")
 
+    given = []
+    for word in sys.argv[1:]:
+        given += Path(word[1:]).read_text().splitlines() if word.startswith("@") else [word]
     parser.set_defaults(**FROM_SCRATCH)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     # Some defaults depend on other flags, so these are read first.
     if args.device == "cpu":
         parser.set_defaults(dtype="fp32", compile=False)
     is_tiny = args.model_name == "tiny"
     if not (is_tiny or args.from_scratch):
         parser.set_defaults(**PRETRAINED)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     if is_tiny:
         args.model_name, args.from_scratch = str(TINY), True
     for name, value in vars(args).items():

@@ -1,6 +1,7 @@
 """Laws 3 and 4: any checkpoint, any stage, any number of processes; stop it anywhere."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -428,7 +429,11 @@ def test_a_checkpoint_of_an_earlier_version_of_the_course_is_refused(copy):
 def test_a_file_of_flags(tmp_path, uninterrupted):
     flags = (*SAVING, *named(tmp_path))
     (tmp_path / "flags.txt").write_text("\n".join(map(str, flags)))
-    run("01-single-gpu", 1, f"@{tmp_path}/flags.txt")
+    # A pipe, such as that of @<(command), can be read only once.
+    os.mkfifo(tmp_path / "pipe")
+    writer = subprocess.Popen(["cp", tmp_path / "flags.txt", tmp_path / "pipe"])
+    run("01-single-gpu", 1, f"@{tmp_path}/pipe")
+    assert writer.wait(timeout=60) == 0
     assert same_bits(uninterrupted("01-single-gpu", 1), metrics(tmp_path / "a"), range(1, 13))
 
 

@@ -210,7 +210,7 @@ def test_an_evaluation_is_not_the_peak_of_memory(tmp_path):
     save_tokenizer(tmp_path / "m")
     flags = ("-m", tmp_path / "m", "--from-scratch", "-s", 256, "-b", 8, "--dtype", "bf16")
     flags += ("--global-batch-size", 8, "--max-steps", 3, "--eval-sequences", 8, "--compile")
-    place = "    # Evaluate the model once more"
+    place = "    # Evaluate the trained model"
     edits = [
         (place, f"    import resource\n    before = {PEAK}\n{place}"),
         (LAST_LINE, f'    say(f"peak grew by {{{PEAK} - before:.0f}} MiB")\n{LAST_LINE}'),

@@ -74,9 +74,6 @@ def read_run(folder):
     except ValueError as error:
         fail(f"{path}: {error}")
     steps = [line for line in lines if "train/loss" in line]
-    for step in steps:
-        if step["train/loss"] is None:  # what JSON has for NaN
-            step["train/loss"] = float("nan")
     if not steps:
         fail(f"{path} has no line with a train/loss: the run has not logged a step yet")
     # An evaluation between two log lines has a line of its own.

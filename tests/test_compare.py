@@ -61,7 +61,7 @@ def test_the_table_has_what_the_runs_have_logged(two_runs, tmp_path):
 
 
 def test_a_run_that_diverged_is_not_shown_as_a_good_one(tmp_path):
-    run = write_run(tmp_path / "one", [5.0, None, None])
+    run = write_run(tmp_path / "one", [5.0, float("nan"), float("nan")])
     (tmp_path / "notes.md").write_text("of outputs/*")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "train/lo')  # a kill has cut it

@@ -23,7 +23,7 @@ COLUMNS = {
     "train/loss": ".4f",
     "eval/loss": ".4f",
     "tokens/s": ",.0f",
-    "TFLOP/s per device": ",.1f",
+    "TFLOP/s per device": ".3g",
     "MFU": ".1%",
     "step, ms": ",.1f",
     "peak memory, GB": ".3f",

@@ -533,7 +533,7 @@ def parse_args():
     )
     switch = {"action": "store_true"}
     on_gpu = torch.cuda.is_available()
-    can_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # V100: no
+    can_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # a V100 cannot
     dtype = "bf16" if can_bf16 else "fp16" if on_gpu else "fp32"
 
     add = parser.add_argument_group("run").add_argument

@@ -573,9 +573,9 @@ def to_int8(chunks):
 def share_of_rank(indices, group):
     """Returns this rank's part of `indices`, and how many of its entries count.
 
-    A backward pass may contain collectives, for which all ranks wait. So every rank gets
-    the same number of micro-batches. If the indices cannot be divided equally, the ranks that have
-    one fewer repeat a sequence that does not count: all its targets are -100, without a loss."""
+    A backward pass may contain collectives, for which all ranks wait. So every rank gets the same
+    number of micro-batches. If the indices cannot be divided equally, the ranks that have one fewer
+    repeat a sequence that does not count: all its targets are -100, without a loss."""
     rank, num_shares = dist.get_rank(group), dist.get_world_size(group)
     share = list(indices[rank::num_shares])
     num_real = len(share)
@@ -887,7 +887,7 @@ def parse_args():
     )
     switch = {"action": "store_true"}
     on_gpu = torch.cuda.is_available()
-    can_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # V100: no
+    can_bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)  # a V100 cannot
     dtype = "bf16" if can_bf16 else "fp16" if on_gpu else "fp32"
 
     add = parser.add_argument_group("run").add_argument

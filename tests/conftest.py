@@ -46,20 +46,29 @@ UNWATCHED = (
     MASK,
     f"        with torch.utils._python_dispatch._disable_current_modes():\n    {MASK}",
 )
+# Of the small models of tests.
+SIZES = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+GROUPS = {
+    "07-tensor-parallel": "--tensor-size",
+    "08-pipeline-parallel": "--stages",
+    "09-context-parallel": "--context-size",
+    "10-expert-parallel": "--expert-size",
+}
 
 
 def exact(stage, processes):
-    """The flags with which a stage computes what the others do: in 04 to 06 two replicas, dense. In
-    07 two ranks in a tensor group, in 08 two pipeline stages, in 09 two ranks in a context group,
-    in 10 two in an expert group, if the number of processes is even."""
-    if stage == "07-tensor-parallel":
-        return ("--tensor-size", 2 - processes % 2)
-    if stage == "08-pipeline-parallel":
-        return ("--stages", 2 - processes % 2)
-    if stage == "09-context-parallel":
-        return ("--context-size", 2 - processes % 2)
-    if stage == "10-expert-parallel":
-        return ("--expert-size", 2 - processes % 2)
+    """The flags with which a stage computes what the others do: groups of two ranks, if the number
+    of processes is even, and in 04 to 06 two replicas, dense."""
+    if stage in GROUPS:
+        return (GROUPS[stage], 2 - processes % 2)
     if not builds_on(stage, "04-compression"):
         return ()
     return ("--compression", "none", "--shard-size", max(1, processes // 2))
@@ -93,12 +102,20 @@ def save_tokenizer(folder):
         shutil.copy(path, folder)
 
 
-def save_mixture(folder, **sizes):
-    """The config of the tiny model of stage 10, or with other `sizes`, for stages that have a dense
-    tiny model."""
-    config = transformers.AutoConfig.from_pretrained(ROOT / "tiny-mixture")
-    config.update(sizes)
-    config.save_pretrained(folder)
+def config_of(architecture, **sizes):
+    """The config of a small model. "mixture" is the tiny model of stage 10."""
+    if architecture == "mixture":
+        config = transformers.AutoConfig.from_pretrained(ROOT / "tiny-mixture")
+        config.update(sizes)
+        return config
+    config = transformers.AutoConfig.for_model(architecture, **SIZES | sizes)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = 0
+    return config
+
+
+def save_config(folder, architecture, **sizes):
+    """A model's config and the tokenizer of tiny, for --from-scratch."""
+    config_of(architecture, **sizes).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
@@ -108,6 +125,17 @@ def save_rows(folder, rows):
     folder.mkdir(parents=True)
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
     return folder
+
+
+def save_masked(folder):
+    """Sequences with from 1 to 62 targets each: the others are masked by -100."""
+    draw = random.Random(1)
+    rows = []
+    for _ in range(200):
+        ids = [draw.randrange(1, 250) for _ in range(64)]
+        prompt = draw.randint(2, 63)
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return save_rows(folder, rows)
 
 
 def data_args(name, seq_length, text_column="text"):
@@ -129,7 +157,8 @@ def environment(**more):
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
     clean = {k: v for k, v in AT_START.items() if not k.startswith(dropped) and k not in names}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    clean["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # more are processes that import torch first
+    # More are processes that import torch first.
+    clean.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     return clean | {"HF_HOME": os.environ["COURSE_HF_HOME"]} | more
 
 
@@ -174,56 +203,35 @@ def finish(process, timeout=TIMEOUT):
     return Result(process.returncode, out, err)
 
 
-def fork(path, processes, *flags, cwd=None, **more):
+def fork(path, processes, *flags, cwd=None, sample="", **more):
     """As `start`, but from the fork server, which saves the imports. Where that would not be the
-    same, the script is started: with another environment for packages to read, or with a GPU."""
+    same, the script is started: with another environment for packages to read, or with a GPU.
+
+    `sample` is the number of tokens of the sample at the end, if not the script's own."""
     variables = environment(**more)
     forked.start_server(environment())
     if torch.cuda.is_available() or not forked.can_fork(variables):
         return start(path, processes, *flags, cwd=cwd, **more)
-    return forked.ForkedRun(path, processes, [*map(str, flags)], variables, cwd)
-
-
-SAMPLE = re.compile(r"(?<=sample\(forward, eval_data\[0\], )\d+")
-
-
-def with_a_short_sample(path):
-    """The script, where what it writes at the end is one token long. In stages that gather
-    parameters for each token, 32 tokens take longer than the steps of most tests."""
-    path = Path(path)
-    text = path.read_text()
-    short = SAMPLE.sub("1", text)
-    if short != text and path.is_relative_to(ROOT):
-        path = Path(os.environ["COURSE_HF_HOME"], "short-samples", path.parent.name, path.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        share(path.parents[1])
-    if short != text:
-        path.write_text(short)
-    return path
+    return forked.ForkedRun(path, processes, [*map(str, flags)], variables, cwd, sample)
 
 
 def run(
-    stage,
-    processes,
-    *flags,
-    path=None,
-    check=True,
-    cwd=None,
-    launched=False,
-    sampled=False,
-    **more,
+    stage, processes, *flags, path=None, check=True, cwd=None, launched=False, sampled=False, **more
 ):
     """Runs a stage to its end; with `check` it must end well. The run is forked, which saves the
-    imports, or with `launched` started by python and torchrun as users start it. With `sampled` a
-    forked run is one of the script where it stands, and writes as long a sample."""
+    imports, or with `launched` started by python and torchrun as users start it. A forked run
+    writes a sample of one token, or with `sampled` one as long as the script's."""
     if stage == "01-single-gpu" and processes == 1:
         processes = None
     if "--compile" in flags and not (shutil.which("g++") or torch.cuda.is_available()):
         pytest.skip("--compile on a CPU needs a compiler (Debian: apt-get install g++)")
-    begin = start if launched else fork
     path = path or script(stage)
-    path = path if launched or sampled else with_a_short_sample(path)
-    result = finish(begin(path, processes, *flags, cwd=cwd, **more))
+    if launched:
+        process = start(path, processes, *flags, cwd=cwd, **more)
+    else:
+        more["sample"] = "" if sampled else "1"
+        process = fork(path, processes, *flags, cwd=cwd, **more)
+    result = finish(process)
     if check:
         assert result.returncode == 0, f"{stage} on {processes}\n{result.out}\n{result.err}"
     return result
@@ -291,8 +299,16 @@ def default_sequences(seq_length):
     return sequences.split([len(sequences) - num_held_out, num_held_out])
 
 
-def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4):
-    """Law 1: loss and gradient norm agree at every step, and the loss of each evaluation."""
+def assert_same_curve(one, other, steps, rel_loss=1e-5, rel_norm=1e-4, learns=True, cut=False):
+    """Law 1: loss and gradient norm agree at every step, and the loss of each evaluation.
+
+    Two runs that learn nothing agree, too. So the loss has to fall, unless a test with a step or
+    two, or with weights that are trained already, says that it does not. So do ranks that all do
+    the whole batch, to the last bit. With `cut` the two runs have divided it in different ways, by
+    which some sum is rounded otherwise."""
+    losses = [one[step]["train/loss"] for step in steps]
+    assert min(losses) < 0.99 * losses[0] or not learns, f"two runs that learn nothing: {losses}"
+    assert not (cut and same_bits(one, other, steps)), "the work of the ranks was not divided"
     for step in steps:
         if one[step].get("eval/loss") is not None:
             expected = pytest.approx(one[step]["eval/loss"], rel=rel_loss)
@@ -339,9 +355,9 @@ def mount_small_disk(folder, megabytes):
 
 
 def pytest_collection_modifyitems(items):
-    """Begins with the files whose tests take longest, so that no worker ends with one of them while
+    """Begins with the file whose tests take longest, so that no worker ends with one of them while
     the others have nothing left to do."""
-    items.sort(key=lambda item: item.path.stem not in ("test_launchers", "test_traps"))
+    items.sort(key=lambda item: item.path.stem != "test_launchers")
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -376,17 +392,31 @@ def curve(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def mixture(tmp_path_factory):
-    """Flags of the tiny model of stage 10, for each stage that trains any model."""
-    return ("-m", save_mixture(tmp_path_factory.mktemp("mixture") / "m"), "--from-scratch")
+def from_scratch(tmp_path_factory):
+    """Flags of a small model with random weights, the same folder for the same sizes."""
+    folders = {}
+
+    def flags_of(architecture, **sizes):
+        key = f"{architecture} {sizes}"
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("model")
+            folders[key] = save_config(folder, architecture, **sizes)
+        return ("-m", folders[key], "--from-scratch")
+
+    return flags_of
 
 
 @pytest.fixture(scope="session")
-def mixture_without_choice(tmp_path_factory):
+def mixture(from_scratch):
+    """Flags of the tiny model of stage 10, for each stage that trains any model."""
+    return from_scratch("mixture")
+
+
+@pytest.fixture(scope="session")
+def mixture_without_choice(from_scratch):
     """The same where each token has all experts. So no route can flip when a rounding is another
     one, as in compiled code or on a GPU."""
-    folder = save_mixture(tmp_path_factory.mktemp("mixture") / "m", num_experts_per_tok=8)
-    return ("-m", folder, "--from-scratch")
+    return from_scratch("mixture", num_experts_per_tok=8)
 
 
 @pytest.fixture(scope="session")
@@ -399,11 +429,4 @@ def documents():
 
 @pytest.fixture(scope="session")
 def masked_data(tmp_path_factory):
-    """Sequences with from 1 to 62 targets each: the others are masked by -100."""
-    draw = random.Random(1)
-    rows = []
-    for _ in range(200):
-        ids = [draw.randrange(1, 250) for _ in range(64)]
-        prompt = draw.randint(2, 63)
-        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return save_rows(tmp_path_factory.mktemp("masked") / "rows", rows)
+    return save_masked(tmp_path_factory.mktemp("masked") / "rows")

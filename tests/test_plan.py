@@ -15,10 +15,11 @@ import pytest
 import torch
 import transformers
 from bench_common import table
-from conftest import ROOT, end, environment, metrics, run, save_mixture, save_tokenizer, tiny_config
+from conftest import ROOT, end, environment, metrics, run, save_config, save_tokenizer, tiny_config
 from nodes import free_port, launcher_environment
-from published import MODELS, save_config
-from test_tensor_parallel import planned_bytes, watched_stage
+from published import MODELS
+from published import save_config as save_published
+from test_traffic import planned_bytes, watched
 
 import plan
 
@@ -42,7 +43,7 @@ def model_of(folder, length=1024):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_of_public_models(tmp_path, name):
-    model = model_of(save_config(tmp_path / "m", name))
+    model = model_of(save_published(tmp_path / "m", name))
     assert model.num_parameters == MODELS[name][2]
     assert 0 < model.in_root < model.num_parameters
 
@@ -57,7 +58,7 @@ def rows_of(table):
 def test_the_peaks_that_an_h100_measured(tmp_path):
     """With micro-batches of four sequences, within 0.5 % for stage 01 and 1 % for stage 03."""
     names = {"Llama-3.2-1B, 2048 tokens": "Llama-3.2-1B", "Qwen3-0.6B, 2048 tokens": "Qwen3-0.6B"}
-    models = {key: model_of(save_config(tmp_path / key, names[key]), 2048) for key in names}
+    models = {key: model_of(save_published(tmp_path / key, names[key]), 2048) for key in names}
     checked = []
     for row in rows_of("gpu.md"):
         if "--no-compile" in row["flags"] or "flash" in row["flags"]:
@@ -140,7 +141,7 @@ def test_bytes_of_fsdp_are_those_of_its_collectives(tmp_path, flags):
     save_tokenizer(model)
     more = ("-m", model, "--from-scratch", "--dtype", "bf16", "-s", 64, *flags)
     more += ("--global-batch-size", 4, "-b", 1)
-    counted = watched_stage(tmp_path, "03-fsdp", 2, *more)["bytes"]
+    counted = watched(tmp_path, "03-fsdp", 2, *more)["bytes"]
     names = ("_allgather_base_", "_reduce_scatter_base_")
     split = plan.Split("03-fsdp", shards=2, keep_gathered=KEEP in flags)
     planned = planned_bytes(model, split, recompute=RECOMPUTE in flags, batch_size=1)
@@ -154,7 +155,7 @@ def lines_of_table(text):
 def test_the_readme_quotes_the_table_of_its_command(tmp_path):
     text = (ROOT / "README.md").read_text().split("## Does it fit?")[1].split("\n## ")[0]
     [flags] = re.findall(r"^python plan.py -m Qwen/Qwen3-8B (.*)$", text, re.MULTILINE)
-    out = ask("-m", save_config(tmp_path / "m", "Qwen3-8B"), *flags.split())
+    out = ask("-m", save_published(tmp_path / "m", "Qwen3-8B"), *flags.split())
     assert lines_of_table(out) == lines_of_table(text)
 
 
@@ -170,7 +171,7 @@ def test_the_guide_quotes_what_fits():
 def test_the_guide_quotes_plans(tmp_path):
     """Qwen3-0.6B on 24 GB with the default micro-batch, and Qwen3-8B on eight GPUs."""
     guide = " ".join((ROOT / "GUIDE.md").read_text().split())
-    model = model_of(save_config(tmp_path / "small", "Qwen3-0.6B"))
+    model = model_of(save_published(tmp_path / "small", "Qwen3-0.6B"))
     parts = plan.memory_of_a_whole_copy(model, 4 * 1024, recompute=False)
     [needed] = re.findall(r"one GPU with 24 GB, of which it needs ([\d.]+) by", guide)
     assert float(needed) == round(sum(parts.values()) / 1e9, 1)
@@ -178,7 +179,7 @@ def test_the_guide_quotes_plans(tmp_path):
     sentence = guide.split("`python plan.py -m Qwen/Qwen3-8B ")[1].split(" million tokens")[0]
     flags, said = sentence.split("` says what this takes: ")
     gpu, cpu, disk, hours = re.findall(r"\d+ GB|[\d.]+ hours", said)
-    out = ask("-m", save_config(tmp_path / "large", "Qwen3-8B"), *flags.split())
+    out = ask("-m", save_published(tmp_path / "large", "Qwen3-8B"), *flags.split())
     first = lines_of_table(out)[2].strip("| ").split(" | ")
     assert first[0] == "03-fsdp"
     assert first[2] == "2"  # as in the command of the guide
@@ -188,13 +189,13 @@ def test_the_guide_quotes_plans(tmp_path):
 
 
 def test_a_card_of_24_gb(tmp_path):
-    folder = save_config(tmp_path / "m", "Qwen3-0.6B")
+    folder = save_published(tmp_path / "m", "Qwen3-0.6B")
     out = ask("-m", folder, "--gpu-memory", 24, "-s", 1024)
     assert f"python 01-single-gpu/train-llm.py -e my-run -m {folder} --from-scratch -s 1024" in out
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path):
-    folder = save_config(tmp_path / "m", "Llama-3.1-405B")
+    folder = save_published(tmp_path / "m", "Llama-3.1-405B")
     out = ask("-m", folder, "--gpus", 8, "--nodes", 2, "-s", 8192)
     too_much = r"^05-multinode .* needs [\d.]+ GB, which is [\d.]+ GB too much"
     assert re.search(too_much, out, re.MULTILINE)
@@ -202,7 +203,7 @@ def test_what_does_not_fit_is_said_with_what_would_help(tmp_path):
 
 
 def test_a_model_with_other_blocks_has_no_activations(tmp_path):
-    folder = save_config(tmp_path / "m", "Qwen3-30B-A3B")
+    folder = save_published(tmp_path / "m", "Qwen3-30B-A3B")
     out = json.loads(ask("-m", folder, "--gpus", 8, "--json"))
     assert not out["activations_are_known"]
     flag = "--activation-checkpointing"
@@ -223,7 +224,7 @@ def test_a_model_with_other_blocks_has_no_activations(tmp_path):
 
 @pytest.mark.parametrize(("flag", "value"), [("-s", 0), ("-s", 999999), ("--gpus", "two")])
 def test_a_mistake_ends_in_one_line(tmp_path, capsys, flag, value):
-    folder = save_config(tmp_path / "m", "Qwen3-0.6B")
+    folder = save_published(tmp_path / "m", "Qwen3-0.6B")
     with pytest.raises(SystemExit) as error:
         ask("-m", folder, flag, value)
     assert flag in f"{error.value} {capsys.readouterr().err}"
@@ -272,7 +273,7 @@ def run_as_printed(command, folder):
 @pytest.mark.slow
 def test_every_command_runs_and_has_the_state_of_its_plan(tmp_path):
     """With each way to start a script as it is printed, in the other stages its flags."""
-    plans = first_plans(save_mixture(tmp_path / "mixture"))
+    plans = first_plans(save_config(tmp_path / "mixture", "mixture"))
     without_04_and_06 = {path.parent.name for path in ROOT.glob("[0-9]*/train-llm.py")}
     without_04_and_06 -= {"04-compression", "06-streaming"}
     assert plans.keys() == without_04_and_06

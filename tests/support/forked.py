@@ -6,20 +6,9 @@ is then a process that the server forks, with the environment, the working direc
 and the session that a process of its own would have. For several ranks it does what torchrun does
 on one machine: it forks them, keeps their store and ends them all when one of them fails.
 
-What a fork does not reproduce:
-
-* Variables that a package reads when it is imported, see `READ_AT_IMPORT`. `can_fork` says so.
-* The start of an interpreter: its flags, and the cost of the imports. A `sitecustomize` on the
-  PYTHONPATH is run, since tests use one.
-* torchrun: its messages, its restarts, its rendezvous. Tests of those start processes.
-* What is the same in all runs and takes a while: `warm.py` computes it once.
-* Memory. What the server has imported is shared by all processes that it forks, and counts as
-  resident memory of each.
-* CUDA, which a forked process cannot use when its parent has. Where there is a GPU, tests start
-  processes.
-
-When it forks, the server has no process group, no running backward pass and no thread of Python's.
-Linux and macOS.
+A fork does not reproduce variables that a package reads when it is imported (`can_fork` says so),
+the start of an interpreter, torchrun's messages, restarts and rendezvous, and the size of resident
+memory. Tests of those start processes, as all tests do where there is a GPU. Linux and macOS.
 """
 
 import atexit
@@ -29,13 +18,12 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
-import runpy
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 # What the scripts import at once, and what they or these packages import late.
@@ -66,10 +54,12 @@ PACKAGES = [
 READ_AT_IMPORT = ("CUDA_", "HF_", "LD_", "MKL_", "OMP_", "PYTHON", "TORCH")
 # But not these: `execute` reads the first, and PyTorch the second when it compiles.
 READ_LATER = {"PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"}
+# What a script writes at its end has as many tokens. In stages that gather parameters for each of
+# them, that takes longer than the steps of most tests.
+SAMPLE = re.compile(r"(?<=sample\(forward, eval_data\[0\], )\d+")
 # Seconds that ranks have between SIGTERM and SIGKILL, as with torchrun.
 GRACE = 30
 OUTPUTS = ("stdout", "stderr")
-BEGUN = "begun"  # a file that says that signals are handled
 SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 context = multiprocessing.get_context("forkserver")
@@ -121,27 +111,18 @@ class ForkedRun:
         flags (list[str]): the arguments of the script.
         environment (dict[str, str]): all environment variables.
         cwd (path or None): the working directory; None for the one of this process.
+        sample (str): the number of tokens of the sample; empty for the script's own.
     """
 
-    def __init__(self, path, processes, flags, environment, cwd=None):
+    def __init__(self, path, processes, flags, environment, cwd=None, sample=""):
         self.args = [str(path), *flags]
         self.output = None
         self.folder = tempfile.TemporaryDirectory()
         for name in OUTPUTS:
             Path(self.folder.name, name).touch()
-        cwd = str(cwd or os.getcwd())
-        self.process = context.Process(
-            target=run,
-            args=(
-                str(path),
-                processes,
-                flags,
-                environment,
-                interpreter_path,
-                cwd,
-                self.folder.name,
-            ),
-        )
+        where = (str(cwd or os.getcwd()), interpreter_path, self.folder.name)
+        args = (str(path), processes, flags, environment, sample, *where)
+        self.process = context.Process(target=run, args=args)
         self.process.start()
         self.pid = self.process.pid
 
@@ -153,9 +134,6 @@ class ForkedRun:
         return self.process.exitcode
 
     def send_signal(self, number):
-        # The fork server ignores SIGINT, and so does what it has just forked.
-        while self.process.exitcode is None and not Path(self.folder.name, BEGUN).exists():
-            time.sleep(0.01)
         with contextlib.suppress(ProcessLookupError):
             if self.process.exitcode is None:
                 os.kill(self.pid, number)
@@ -163,15 +141,11 @@ class ForkedRun:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
-    def wait(self, timeout=None):
+    def communicate(self, timeout=None):
+        """What the run wrote to its standard output and its standard error."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired(self.args, timeout)
-        return self.process.exitcode
-
-    def communicate(self, timeout=None):
-        """What the run wrote to its standard output and its standard error."""
-        self.wait(timeout)
         if self.output is None:
             files = [Path(self.folder.name, name) for name in OUTPUTS]
             self.output = tuple(file.read_text(errors="replace") for file in files)
@@ -179,14 +153,13 @@ class ForkedRun:
         return self.output
 
 
-def run(path, processes, flags, environment, python_path, cwd, folder):
+def run(path, processes, flags, environment, sample, cwd, python_path, folder):
     """The first process of a run: the script itself, or the launcher of its ranks."""
     # A collection would visit, and so copy, the memory of all that was imported.
     gc.freeze()
     # A shell that starts pytest in the background has it ignore SIGINT, and so its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
-    Path(folder, BEGUN).touch()
     for descriptor, name in enumerate(OUTPUTS, start=1):
         file = os.open(Path(folder, name), os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
@@ -196,12 +169,12 @@ def run(path, processes, flags, environment, python_path, cwd, folder):
     os.chdir(cwd)
     sys.path[:] = python_path
     if processes is None:
-        execute(path, flags)
+        execute(path, flags, sample)
     else:
-        sys.exit(launch(path, processes, flags))
+        sys.exit(launch(path, processes, flags, sample))
 
 
-def execute(path, flags):
+def execute(path, flags, sample):
     """Runs a script as `python path flags` does."""
     sys.argv = [path, *flags]
     own = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -209,21 +182,26 @@ def execute(path, flags):
     customizations = [Path(entry, "sitecustomize.py") for entry in own]
     for customization in filter(Path.exists, customizations):
         exec(compile(customization.read_text(), customization, "exec"), {})
+    text = Path(path).read_text()
+    text = SAMPLE.sub(sample, text) if sample else text
+    module = type(sys)("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
     try:
-        runpy.run_path(path, run_name="__main__")
+        exec(compile(text, path, "exec"), vars(module))
     finally:
         # Python calls these functions at the end of a process, but not of one that was forked.
         atexit._run_exitfuncs()
 
 
-def launch(path, processes, flags):
+def launch(path, processes, flags, sample):
     """Forks the ranks and waits for them. Returns the exit code of torchrun."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=worker, args=(path, flags, rank, processes, port, listener))
+        fork.Process(target=worker, args=(path, flags, sample, rank, processes, port, listener))
         for rank in range(processes)
     ]
     store = None
@@ -233,17 +211,12 @@ def launch(path, processes, flags):
         for rank in ranks:
             rank.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        # The store has threads, so it is created after the forks. Until then the ranks wait in the
+        # It has a thread, so it is created after the forks. Until then the ranks wait in the
         # queue of the listening socket.
         from torch.distributed import TCPStore
 
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        how = {"is_master": True, "wait_for_workers": False}
+        store = TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **how)
         running = {rank.sentinel: rank for rank in ranks}
         while running:
             for sentinel in multiprocessing.connection.wait(running):
@@ -262,22 +235,19 @@ def launch(path, processes, flags):
         del store
 
 
-def worker(path, flags, rank, processes, port, listener):
+def worker(path, flags, sample, rank, processes, port, listener):
     """One rank: the variables that torchrun sets, then the script."""
     listener.close()
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    for prefix in ("", "LOCAL_", "ROLE_"):
+        os.environ[f"{prefix}RANK"] = str(rank)
+        os.environ[f"{prefix}WORLD_SIZE"] = str(processes)
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        ROLE_RANK=str(rank),
         GROUP_RANK="0",
-        ROLE_NAME="default",
-        WORLD_SIZE=str(processes),
-        LOCAL_WORLD_SIZE=str(processes),
-        ROLE_WORLD_SIZE=str(processes),
         GROUP_WORLD_SIZE="1",
+        ROLE_NAME="default",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RESTART_COUNT="0",
@@ -285,4 +255,4 @@ def worker(path, flags, rank, processes, port, listener):
         TORCHELASTIC_RUN_ID="forked",
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    execute(path, flags)
+    execute(path, flags, sample)

@@ -77,9 +77,9 @@ FLAGS += ("--lr-scheduler", "constant", "--warmup-steps", 5)
 FP32 = ("--dtype", "fp32", "--no-compile")
 can_compile = ON_GPU or shutil.which("g++")
 BF16 = ("--dtype", "bf16", "--compile" if can_compile else "--no-compile")
-# How far a gradient norm in bf16 may be from that of another stage, relative to it. The largest
-# difference that the stages have on CPUs is given in `in_bf16`.
-BF16_BOUND = 1e-2
+# How far the first gradient norm in bf16 may be from that of another stage, relative to it. On CPUs
+# the stages differ by up to 5e-5. With `rows[order]` stage 10 has one that differs by 6e-3.
+BF16_BOUND = 3e-3
 # By default each rank would have as many processes that compile as there are cores.
 COMPILE_THREADS = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "4")
 HEAD = ["part", "case", "ranks", "result", "measured", "s"]

@@ -75,6 +75,8 @@ def test_mixed_precision(stage, processes, dtype, curve):
 @pytest.mark.parametrize("flag", ["--no-compile", "--activation-checkpointing", "--attn=eager"])
 @pytest.mark.parametrize(("stage", "processes"), STAGES)
 def test_switches_leave_the_curve(stage, processes, flag, curve):
+    if (stage, flag) == ("09-context-parallel", "--attn=eager"):
+        pytest.skip("stage 09 cannot split attention of kind eager")
     plain = curve(stage, processes, *FEW, "--dtype", "fp32")
     switched = curve(stage, processes, *FEW, "--dtype", "fp32", flag)
     assert_same_curve(plain, switched, range(1, 5), rel_loss=1e-3, rel_norm=1e-2)

@@ -17,7 +17,7 @@ import transformers
 from bench_common import table
 from conftest import ROOT, end, environment, metrics, run, save_config, save_tokenizer, tiny_config
 from nodes import free_port, launcher_environment
-from published import MODELS
+from published import MODELS, config_of
 from published import save_config as save_published
 from test_traffic import planned_bytes, watched
 
@@ -146,6 +146,20 @@ def test_bytes_of_fsdp_are_those_of_its_collectives(tmp_path, flags):
     split = plan.Split("03-fsdp", shards=2, keep_gathered=KEEP in flags)
     planned = planned_bytes(model, split, recompute=RECOMPUTE in flags, batch_size=1)
     assert planned["FSDP"] == sum(counted[name] for name in names) / 2
+
+
+@pytest.mark.parametrize(("recompute", "tokens"), [(False, 36_864), (True, 24_576)])
+def test_stages_03_and_10_send_equally_much_at_the_break_even(recompute, tokens):
+    """The first number is in chapter 10: 3 I E / K of Qwen3-30B-A3B, with checkpointing 2 I E / K.
+    It is the same for each size of an expert group."""
+    model = plan.sizes_of(config_of("Qwen3-30B-A3B"), tokens)
+    args = SimpleNamespace(gpu=None, gpus=8, nodes=1, seq_length=tokens)
+    totals = []
+    for expert_size in (1, 2, 8):
+        split = plan.Split("10-expert-parallel", shards=8, expert_size=expert_size)
+        sent, _, _ = plan.time_of_a_step(model, args, split, recompute, batch_size=1, sequences=1)
+        totals.append(sent["FSDP"] + sent["group"])
+    assert totals == pytest.approx([totals[0]] * 3, rel=1e-12)
 
 
 def lines_of_table(text):

@@ -41,25 +41,27 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 ROUNDS = 3
 THREADS = str(os.cpu_count())
-LLAMA_25M = {"hidden_size": 512, "intermediate_size": 1344, "num_hidden_layers": 8}
-LLAMA_25M |= {"num_attention_heads": 8}
+
+
+def sizes(hidden, mlp, layers, **more):
+    return {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers} | more
+
+
+TIED = {"tie_word_embeddings": True}
+LLAMA_25M = sizes(512, 1344, 8, num_attention_heads=8)
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
-LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
-QWEN_06B = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072}
-QWEN_06B |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
-QWEN_06B |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
+LLAMA_1B = sizes(2048, 8192, 16, num_attention_heads=32, num_key_value_heads=8, **TIED)
+LLAMA_1B |= {"head_dim": 64, "vocab_size": 128256}
+QWEN_06B = sizes(1024, 3072, 28, num_attention_heads=16, num_key_value_heads=8, **TIED)
+QWEN_06B |= {"model_type": "qwen3", "head_dim": 128, "vocab_size": 151936}
 # A mixture of 1.4 B parameters. Each token has 4 of the 32 experts of a block.
 MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_size": 768}
 MIXTURE |= {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 16}
 MIXTURE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
 MIXTURE |= {"vocab_size": 151936, "tie_word_embeddings": True}
 # 264 M parameters, 1.06 GB in fp32, of which the tables of the vocabulary are a quarter.
-GIGABYTE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
-GIGABYTE |= {"num_attention_heads": 16, "vocab_size": 32000}
-TINY = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
-TINY |= {"vocab_size": 1024, "tie_word_embeddings": True}
+GIGABYTE = sizes(1024, 4096, 12, num_attention_heads=16, vocab_size=32000)
+TINY = sizes(128, 320, 3, vocab_size=1024, **TIED)
 # Name: sizes, sequence length, micro-batch, global batch, steps, of which to warm up.
 MODELS = {
     "tiny, 0.7 M": (TINY, 256, 4, 16, 60, 20),
@@ -77,9 +79,9 @@ if GPU:
 
 def setting(folder, name, **more):
     """A model of the table above as what peers.py takes."""
-    sizes, seq_length, batch_size, global_batch_size, steps, warm = MODELS[name]
-    sizes = {"max_position_embeddings": 4096} | sizes | more
-    model = write_model(Path(folder, "model"), **sizes)
+    config, seq_length, batch_size, global_batch_size, steps, warm = MODELS[name]
+    config = {"max_position_embeddings": 4096} | config | more
+    model = write_model(Path(folder, "model"), **config)
     how = {"model": str(model), "seq_length": seq_length, "batch_size": batch_size}
     return how | {"global_batch_size": global_batch_size, "steps": steps, "warm": warm}
 
@@ -89,8 +91,15 @@ def flags_of(how, name, folder):
     flags = ["-m", how["model"], "--from-scratch", "-d", "dummy"]
     flags += ["-s", how["seq_length"], "-b", how["batch_size"]]
     flags += ["--global-batch-size", how["global_batch_size"], "--max-steps", how["steps"]]
-    flags += ["--log-freq", how["warm"], "--eval-sequences", 1, "-e", name, "--save-dir", folder]
-    return [str(flag) for flag in flags]
+    flags += ["--log-freq", how["warm"], "--eval-sequences", 1]
+    return [*flags, "-e", name, "--save-dir", folder]
+
+
+def command_of(stage, processes, flags, patch=None):
+    """That of a run on this machine. Stage 01 needs no torchrun, if nothing in it is changed."""
+    if stage == STAGE_01 and not patch:
+        return [sys.executable, ROOT / stage / "train-llm.py", *flags]
+    return torchrun(["--standalone", "--nproc-per-node", processes], stage, patch, flags)
 
 
 def result_of(how, run_dir):
@@ -105,37 +114,24 @@ def result_of(how, run_dir):
     return {"tokens_per_second": tokens / seconds, "losses": losses} | lines[-1]
 
 
-def run_stage(how, stage, processes, *more, patch=None):
-    """One run of a stage; its result."""
+def run_stage(how, stage, processes, *more, patch=None, threads=None):
+    """One run of a stage; its result. A single process has a thread for each core."""
+    threads = threads or (THREADS if processes == 1 else "1")
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags_of(how, "run", folder), *map(str, more)]
-        command = torchrun(["--standalone", "--nproc-per-node", processes], stage, patch, flags)
-        if stage == STAGE_01 and not patch:
-            command = [sys.executable, str(ROOT / stage / "train-llm.py"), *flags]
-        call(command, OMP_NUM_THREADS=THREADS if processes == 1 else "1")
-        return result_of(how, Path(folder, "run"))
-
-
-def run_on_one_core(how):
-    """One run of stage 01 with one thread; its result."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(ROOT / STAGE_01 / "train-llm.py"), "--no-compile"]
-        call([*command, *flags_of(how, "run", folder)], OMP_NUM_THREADS="1")
+        flags = [*flags_of(how, "run", folder), *more]
+        call(command_of(stage, processes, flags, patch), OMP_NUM_THREADS=threads)
         return result_of(how, Path(folder, "run"))
 
 
 def run_side_by_side(how):
     """Two runs of stage 01 at once, each with one thread and half of the batch: tokens/s summed."""
     half = how | {"global_batch_size": how["global_batch_size"] // 2}
+    names = ("a", "b")
     with tempfile.TemporaryDirectory() as folder:
-        runs = []
-        for name in ("a", "b"):
-            command = [sys.executable, str(ROOT / STAGE_01 / "train-llm.py")]
-            command += flags_of(half, name, folder)
-            runs.append(launch(command))
+        runs = [launch(command_of(STAGE_01, 1, flags_of(half, name, folder))) for name in names]
         for run in runs:
             finish(run)
-        rates = [result_of(half, Path(folder, name))["tokens_per_second"] for name in ("a", "b")]
+        rates = [result_of(half, Path(folder, name))["tokens_per_second"] for name in names]
     return {"tokens_per_second": sum(rates)}
 
 
@@ -145,7 +141,7 @@ def run_peer(how, name, processes=1, **more):
     if processes > 1 or name == "accelerated":
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
         command[1:1] = launcher
-    out = call(map(str, command), OMP_NUM_THREADS=THREADS if processes == 1 else "1")
+    out = call(command, OMP_NUM_THREADS=THREADS if processes == 1 else "1")
     result = json.loads([line for line in out.splitlines() if line.startswith("{")][-1])
     if "tokens" in result:
         seconds = running_time(result["begin"], result["end"])
@@ -226,7 +222,8 @@ def launch(command, **variables):
     """Starts a process of a contender, which waits for its turn."""
     environ = environment(**variables)
     pipe = subprocess.PIPE
-    process = psutil.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)
+    words = [str(word) for word in command]
+    process = psutil.Popen(words, env=environ, stdout=pipe, stderr=pipe, text=True)
     if turn := getattr(own, "turn", None):
         turn.processes.append(process)
         turn.switch(turn.is_on)
@@ -242,6 +239,7 @@ def finish(process):
 
 
 def call(command, **variables):
+    """Runs a process to its end; what it printed."""
     return finish(launch(command, **variables))
 
 
@@ -254,6 +252,11 @@ def ratios(results, name, other):
 
 def rate(results, name):
     return f"{statistics.median(x['tokens_per_second'] for x in results[name]):,.0f}"
+
+
+def compare(results, name, other):
+    """Tokens/s of two contenders, and of the first one against the other."""
+    return [rate(results, name), rate(results, other), *ratios(results, name, other)]
 
 
 def must_agree(stage, losses):
@@ -271,12 +274,12 @@ def single():
         with tempfile.TemporaryDirectory() as folder:
             how = setting(folder, name)
             contenders = {
-                "stage 01": lambda how=how: run_stage(how, STAGE_01, 1, "--no-compile"),
-                "the bare loop": lambda how=how: run_peer(how, "bare"),
-                "Trainer": lambda how=how: run_peer(how, "trainer"),
+                "stage 01": partial(run_stage, how, STAGE_01, 1, "--no-compile"),
+                "the bare loop": partial(run_peer, how, "bare"),
+                "Trainer": partial(run_peer, how, "trainer"),
             }
             if name.startswith("tiny"):
-                padded = lambda how=how: run_peer(how, "trainer", padded=True)  # noqa: E731
+                padded = partial(run_peer, how, "trainer", padded=True)
                 contenders["Trainer, documents padded"] = padded
             results = in_turn(contenders)
         must_agree(results["stage 01"][0], results["the bare loop"][0]["losses"])
@@ -293,33 +296,30 @@ def scaling():
     with tempfile.TemporaryDirectory() as folder:
         model = setting(folder, "Llama, 25 M") | {"steps": 3, "warm": 1}
         how = model | {"seq_length": 128, "batch_size": 4, "global_batch_size": 32}
+        kept = "stage 03 --no-reshard-after-forward"
         contenders = {
-            "two runs of stage 01": lambda: run_side_by_side(how),
-            "stage 02": lambda: run_stage(how, STAGE_02, 2),
-            "stage 03": lambda: run_stage(how, STAGE_03, 2),
-            "stage 03 --no-reshard-after-forward": lambda: run_stage(
-                how, STAGE_03, 2, "--no-reshard-after-forward"
-            ),
-            "accelerate, DDP": lambda: run_peer(how, "accelerated", 2),
-            "accelerate, FSDP2": lambda: run_peer(how, "accelerated", 2, fsdp=True),
+            "two runs of stage 01": partial(run_side_by_side, how),
+            "stage 02": partial(run_stage, how, STAGE_02, 2),
+            "stage 03": partial(run_stage, how, STAGE_03, 2),
+            kept: partial(run_stage, how, STAGE_03, 2, "--no-reshard-after-forward"),
+            "accelerate, DDP": partial(run_peer, how, "accelerated", 2),
+            "accelerate, FSDP2": partial(run_peer, how, "accelerated", 2, fsdp=True),
         }
         results = in_turn(contenders)
         for name in ("accelerate, DDP", "accelerate, FSDP2"):
             must_agree(results["stage 02"][0], results[name][0]["losses"])
         pairs = [("stage 02", "two runs of stage 01"), ("stage 02", "accelerate, DDP")]
-        pairs += [("stage 03", "stage 02"), ("stage 03 --no-reshard-after-forward", "stage 02")]
-        pairs += [("stage 03", "accelerate, FSDP2")]
+        pairs += [("stage 03", "stage 02"), (kept, "stage 02"), ("stage 03", "accelerate, FSDP2")]
         for name, other in pairs:
-            rows.append(["4 of 512 tokens", name, other, rate(results, name)])
-            rows[-1] += [rate(results, other), *ratios(results, name, other)]
+            rows.append(["4 of 512 tokens", name, other, *compare(results, name, other)])
         whole = model | {"seq_length": 256, "batch_size": 8, "global_batch_size": 16}
         contenders = {
-            "stage 02": lambda: run_stage(whole, STAGE_02, 2),
-            "stage 03": lambda: run_stage(whole, STAGE_03, 2),
+            "stage 02": partial(run_stage, whole, STAGE_02, 2),
+            "stage 03": partial(run_stage, whole, STAGE_03, 2),
         }
         results = in_turn(contenders)
-        rows.append(["1 of 2048 tokens", "stage 03", "stage 02", rate(results, "stage 03")])
-        rows[-1] += [rate(results, "stage 02"), *ratios(results, "stage 03", "stage 02")]
+        pair = ("stage 03", "stage 02")
+        rows.append(["1 of 2048 tokens", *pair, *compare(results, *pair)])
     head = ["micro-batches of a step, on each process", "", "against", "tokens/s"]
     head += ["tokens/s of the other", "ratio, median of 3", "range"]
     report("scaling", head, [row for row in rows if row[1] == "stage 02"])
@@ -348,8 +348,7 @@ def streaming():
                 "stage 05": partial(run_stage, how, STAGE_05, 2, "-d", text),
             }
             results = in_turn(contenders, 5, sliced=False)  # it reads times of the log, too
-            row = [name, num_files, rate(results, "stage 06"), rate(results, "stage 05")]
-            row += ratios(results, "stage 06", "stage 05")
+            row = [name, num_files, *compare(results, "stage 06", "stage 05")]
             for stage in contenders:
                 data_ms = statistics.median(x["time/data_ms"] for x in results[stage])
                 row.append(f"{data_ms:.1f}")
@@ -374,7 +373,7 @@ def memory():
             states, peaks = [], []
             for stage in (STAGE_02, STAGE_03):
                 lines, _ = run_and_count(how, stage, "peaks", processes=processes, **TRIM)
-                states.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
+                states.append(state_of(lines))
                 peaks.append(f"{1000 * lines[-1]['memory/peak_gb']:,.0f}")
             rows.append([processes, *states, *peaks])
     head = ["processes W", "state of a rank, stage 02, MB", "stage 03, MB"]
@@ -391,23 +390,17 @@ ACCUMULATING = {
 
 
 def accumulation():
-    """What more micro-batches of the same size cost: memory, bytes on the network, speed. A short
-    run is for the memory, a long one for the speed, and what the long one sends more is for its 4
-    further steps."""
+    """What more micro-batches of the same size cost: memory, bytes on the network, speed."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         how = setting(folder, "Llama, 25 M") | {"batch_size": 2, "warm": 1}
         for name, (stage, more) in ACCUMULATING.items():
             for micro_batches in MICRO_BATCHES:
                 how["global_batch_size"] = 4 * micro_batches
-                lines, sent_by_3 = run_and_count(how | {"steps": 3}, stage, "peaks", *more, **TRIM)
-                peak = 1000 * lines[2]["memory/peak_gb"]
-                lines, sent_by_7 = run_and_count(how | {"steps": 7}, stage, None, *more)
-                ms = statistics.median(line["time/total_ms"] for line in lines[2:])
-                tokens = how["global_batch_size"] * how["seq_length"]
-                row = [name, micro_batches, f"{1000 * lines[-1]['memory/state_gb']:.1f}"]
-                row += [f"{peak:,.0f}", f"{(sent_by_7 - sent_by_3) / 4e6:.1f}"]
-                rows.append([*row, f"{1000 * tokens / ms:,.0f}"])
+                short, lines, megabytes = sent_in_a_step(how, stage, *more, patch="peaks", **TRIM)
+                row = [name, micro_batches, state_of(lines)]
+                row += [f"{1000 * short[2]['memory/peak_gb']:,.0f}", f"{megabytes:.1f}"]
+                rows.append([*row, speed_of(how, lines)])
                 print(rows[-1], flush=True)
     head = ["25.3 M parameters, 2 ranks", "micro-batches per step", "state of a rank, MB"]
     head += ["peak of the process, MB", "sent by a rank per step, MB", "tokens/s"]
@@ -417,98 +410,121 @@ def accumulation():
 def run_and_count(how, stage, patch, *more, processes=2, **variables):
     """Processes in a network namespace of their own: the log, and bytes that a rank sent."""
     with tempfile.TemporaryDirectory() as folder:
-        launch = ["--master-addr", "127.0.0.1", "--nproc-per-node", processes]
-        command = torchrun(launch, stage, patch, [*flags_of(how, "run", folder), *more])
+        launcher = ["--master-addr", "127.0.0.1", "--nproc-per-node", processes]
+        command = torchrun(launcher, stage, patch, [*flags_of(how, "run", folder), *more])
         inside = 'ip link set lo up; "$@"; code=$?; grep lo: /proc/net/dev; exit $code'
-        run = subprocess.run(
-            ["unshare", "-rn", "bash", "-c", inside, "bash", *command],
-            env=environment(GLOO_SOCKET_IFNAME="lo", **variables),
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        received = int(run.stdout.split("lo:")[-1].split()[0])
+        command = ["unshare", "-rn", "bash", "-c", inside, "bash", *command]
+        out = call(command, GLOO_SOCKET_IFNAME="lo", **variables)
+        received = int(out.split("lo:")[-1].split()[0])
         return list(metrics(Path(folder, "run")).values()), received / processes
 
 
+def sent_in_a_step(how, stage, *more, processes=2, patch=None, **variables):
+    """The logs of 3 steps and of 7, and the MB that a rank sends in a step: what 7 steps send more
+    is for 4 steps. Only the shorter run, for the memory, has the patch and the variables."""
+    short = how | {"steps": 3}
+    short, sent_by_3 = run_and_count(short, stage, patch, *more, processes=processes, **variables)
+    lines, sent_by_7 = run_and_count(how | {"steps": 7}, stage, None, *more, processes=processes)
+    return short, lines, (sent_by_7 - sent_by_3) / 4e6
+
+
+def state_of(lines):
+    """Of a rank, in MB."""
+    return f"{1000 * lines[-1]['memory/state_gb']:.1f}"
+
+
+def speed_of(how, lines):
+    """Tokens per second, the median of all steps but the first two."""
+    ms = statistics.median(line["time/total_ms"] for line in lines[2:])
+    return f"{1000 * how['global_batch_size'] * how['seq_length'] / ms:,.0f}"
+
+
+def split_by(stage, flag, settings):
+    """A stage on 4 processes, split by each number in `settings`, with the same tokens in a step.
+    Yields the number, the log, and the MB that a rank sends in a step."""
+    first = None
+    for number, how in settings.items():
+        _, lines, megabytes = sent_in_a_step(how, stage, flag, number, processes=4)
+        losses = {line["step"]: line["train/loss"] for line in lines}
+        first = first or losses
+        must_agree({"losses": first}, list(losses.values()))
+        yield number, lines, megabytes
+
+
 def tensor():
-    """Stage 07 on 4 processes, split in three ways. The tokens of a step are the same.
+    """Stage 07 on 4 processes, split in three ways.
 
     A tensor group of n ranks takes a micro-batch n times as large as one rank alone, so that each
-    way has one micro-batch in a step. What 7 steps send more than 3 is for 4 steps."""
-    rows, losses = [], []
+    way has one micro-batch in a step."""
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         how = setting(folder, "Llama, 25 M") | {"global_batch_size": 8, "warm": 1}
         config = transformers.AutoConfig.from_pretrained(how["model"])
-        for tensor_size in (1, 2, 4):
-            how["batch_size"] = 2 * tensor_size
-            more = ("--tensor-size", str(tensor_size))
-            _, sent_by_3 = run_and_count(how | {"steps": 3}, STAGE_07, None, *more, processes=4)
-            lines, sent_by_7 = run_and_count(how | {"steps": 7}, STAGE_07, None, *more, processes=4)
-            losses.append({line["step"]: line["train/loss"] for line in lines})
-            must_agree({"losses": losses[0]}, list(losses[-1].values()))
-            ms = statistics.median(line["time/total_ms"] for line in lines[2:])
-            tokens = how["global_batch_size"] * how["seq_length"]
-            row = [f"{4 // tensor_size}, {tensor_size}", f"{1000 * tokens / ms:,.0f}"]
-            row.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
-            row.append(f"{(sent_by_7 - sent_by_3) / 4e6:.1f}")
-            for count in sent_by_tensor(config, 4, tensor_size, how["batch_size"], how):
-                row.append(f"{count / 1e6:.1f}")
-            rows.append(row)
-            print(row, flush=True)
+        settings = {size: how | {"batch_size": 2 * size} for size in (1, 2, 4)}
+        for size, lines, megabytes in split_by(STAGE_07, "--tensor-size", settings):
+            row = [f"{4 // size}, {size}", speed_of(how, lines), state_of(lines)]
+            counts = [megabytes, *sent_by_tensor(config, size, settings[size])]
+            rows.append(row + [f"{count:.1f}" for count in counts])
+            print(rows[-1], flush=True)
     head = ["(shard, tensor), 25.3 M parameters", "tokens/s", "state of a rank, MB"]
     head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB", "tensor parallelism, MB"]
     report("tensor", head, rows)
 
 
-def sent_by_tensor(config, processes, tensor_size, batch_size, how):
-    """Bytes that a rank sends in a step of one micro-batch, fp32: by FSDP, and by the layers.
+def pipeline():
+    """Stage 08 on 4 processes: one pipeline stage, two and four."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        how = setting(folder, "Llama, 25 M")
+        how |= {"global_batch_size": 16, "batch_size": 2, "warm": 1}
+        config = transformers.AutoConfig.from_pretrained(how["model"])
+        settings = dict.fromkeys((1, 2, 4), how)
+        for num_stages, lines, megabytes in split_by(STAGE_08, "--stages", settings):
+            counts = [megabytes, *sent_by_pipeline(config, num_stages, how)]
+            row = [f"{num_stages}, {4 // num_stages}", state_of(lines)]
+            rows.append(row + [f"{count:.1f}" for count in counts])
+            print(rows[-1], flush=True)
+    head = ["(pipeline stage, shard), 25.3 M parameters", "state of the largest rank, MB"]
+    head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB"]
+    head.append("between pipeline stages, MB")
+    report("pipeline", head, rows)
 
-    Gloo carries a reduce-scatter out as an all-reduce, which sends twice as much."""
-    groups = processes // tensor_size
+
+def sent_by_fsdp(config):
+    """MB that a rank of many sends in a micro-batch, fp32, if FSDP alone divides the model.
+
+    All-gathers, of blocks in the forward and in the backward pass, and a reduce-scatter. What is
+    outside of the blocks stays gathered from forward to backward. Gloo carries a reduce-scatter out
+    as an all-reduce, which sends twice as much."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     in_blocks = sum(p.numel() for p in model.model.layers.parameters())
     outside = model.num_parameters() - in_blocks
-    # All-gathers, of blocks in the forward and the backward pass, and a reduce-scatter.
-    gathered_and_reduced = (2 + 2) * in_blocks + (1 + 2) * outside
-    by_fsdp = 4 * (groups - 1) / groups * gathered_and_reduced / tensor_size
+    return 4 / 1e6 * ((2 + 2) * in_blocks + (1 + 2) * outside)
 
-    tokens = batch_size * how["seq_length"]
+
+def sent_by_tensor(config, tensor_size, how):
+    """MB that one of 4 ranks sends in a step of one micro-batch, fp32: by FSDP, by the layers."""
+    groups = 4 // tensor_size
+    by_fsdp = (groups - 1) / groups * sent_by_fsdp(config) / tensor_size
+    tokens = how["batch_size"] * how["seq_length"]
     hidden, layers = config.hidden_size, config.num_hidden_layers
     all_gathers = (4 * layers + 2) * tokens * hidden
     reduce_scatters = 2 * all_gathers
     all_reduces = 2 * (3 * tokens + (2 * layers + 1) * hidden)  # of the loss, of norms
     share = (tensor_size - 1) / tensor_size
-    return by_fsdp, 4 * share * (all_gathers + reduce_scatters + all_reduces)
+    return by_fsdp, 4 / 1e6 * share * (all_gathers + reduce_scatters + all_reduces)
 
 
-def pipeline():
-    """Stage 08 on 4 processes: one pipeline stage, two and four. The tokens of a step are the same.
-
-    What 7 steps send more than 3 is for 4 steps."""
-    rows, losses = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        how = setting(folder, "Llama, 25 M") | {"global_batch_size": 16, "warm": 1}
-        config = transformers.AutoConfig.from_pretrained(how["model"])
-        for num_stages in (1, 2, 4):
-            how["batch_size"] = 2
-            more = ("--stages", str(num_stages))
-            _, sent_by_3 = run_and_count(how | {"steps": 3}, STAGE_08, None, *more, processes=4)
-            lines, sent_by_7 = run_and_count(how | {"steps": 7}, STAGE_08, None, *more, processes=4)
-            losses.append({line["step"]: line["train/loss"] for line in lines})
-            must_agree({"losses": losses[0]}, list(losses[-1].values()))
-            row = [f"{num_stages}, {4 // num_stages}"]
-            row.append(f"{1000 * lines[-1]['memory/state_gb']:.1f}")
-            row.append(f"{(sent_by_7 - sent_by_3) / 4e6:.1f}")
-            for count in sent_by_pipeline(config, 4, num_stages, how):
-                row.append(f"{count / 1e6:.1f}")
-            rows.append(row)
-            print(row, flush=True)
-    head = ["(pipeline stage, shard), 25.3 M parameters", "state of the largest rank, MB"]
-    head += ["sent by a rank per step, MB", "by the formulas: FSDP, MB"]
-    head.append("between pipeline stages, MB")
-    report("pipeline", head, rows)
+def sent_by_pipeline(config, num_stages, how):
+    """MB that one of 4 ranks sends in a step on average, fp32: by FSDP, to other stages."""
+    pipelines = 4 // num_stages
+    micro_batches = how["global_batch_size"] // pipelines // how["batch_size"]
+    shares = (pipelines - 1) / pipelines / num_stages
+    by_fsdp = shares * micro_batches * sent_by_fsdp(config)
+    tokens = how["batch_size"] * how["seq_length"]
+    boundaries = (num_stages - 1) / num_stages
+    return by_fsdp, 4 / 1e6 * 2 * boundaries * micro_batches * tokens * config.hidden_size
 
 
 def pipeline_speed():
@@ -519,34 +535,21 @@ def pipeline_speed():
         for micro_batches in (2, 8):
             how |= {"global_batch_size": 4 * micro_batches, "steps": 3}
             contenders = {
-                "stage 01": partial(run_on_one_core, how),
+                "stage 01": partial(run_stage, how, STAGE_01, 1, "--no-compile", threads="1"),
                 "stage 08": partial(run_stage, how, STAGE_08, 2, "--stages", 2),
             }
             results = in_turn(contenders)
             row = [micro_batches, f"{2 * micro_batches / (micro_batches + 1):.2f}"]
-            row += [rate(results, "stage 08"), rate(results, "stage 01")]
-            rows.append(row + [*ratios(results, "stage 08", "stage 01")])
+            rows.append(row + compare(results, "stage 08", "stage 01"))
     head = ["micro-batches of 512 tokens", "2 M / (M + 1)", "two pipeline stages, tokens/s"]
     head += ["stage 01 on one core, tokens/s", "ratio, median of 3", "range"]
     report("pipeline-speed", head, rows)
 
 
-def sent_by_pipeline(config, processes, num_stages, how):
-    """Bytes that a rank sends in a step on average, fp32: by FSDP, and to other pipeline stages."""
-    pipelines = processes // num_stages
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    in_blocks = sum(p.numel() for p in model.model.layers.parameters())
-    outside = model.num_parameters() - in_blocks
-    micro_batches = how["global_batch_size"] // pipelines // how["batch_size"]
-    # In each micro-batch: all-gathers of blocks in the forward and in the backward pass, and a
-    # reduce-scatter. What is outside of the blocks stays gathered from forward to backward.
-    gathered_and_reduced = micro_batches * ((2 + 2) * in_blocks + (1 + 2) * outside)
-    by_fsdp = 4 * (pipelines - 1) / pipelines * gathered_and_reduced / num_stages
-    tokens = how["batch_size"] * how["seq_length"]
-    boundaries = (num_stages - 1) / num_stages
-    between_stages = 2 * boundaries * micro_batches * 4 * tokens * config.hidden_size
-    return by_fsdp, between_stages
+def memory_of_process(name):
+    """What Linux counts for this process under a name, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0]) * 1024
 
 
 def peaks(module, _):
@@ -555,8 +558,7 @@ def peaks(module, _):
 
     def since_the_last_call(model, optimizer, device):
         memory = memory_gb(model, optimizer, device)
-        status = Path("/proc/self/status").read_text()
-        memory[1] = int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e9
+        memory["memory/peak_gb"] = memory_of_process("VmHWM") / 1e9
         Path("/proc/self/clear_refs").write_text("5")
         return memory
 
@@ -584,9 +586,7 @@ def loading():
             flags = ["-m", model, "-d", "dummy", "-s", 16, "--global-batch-size", 4]
             flags += ["-b", 1, "--max-steps", 1, "--eval-sequences", 1]
             flags += ["-e", "run", "--save-dir", log, *more]
-            how = ["--standalone", "--nproc-per-node", processes]
-            command = torchrun(how, stage, f"watched={log}", flags)
-            subprocess.run(command, env=environment(**TRIM), check=True, capture_output=True)
+            call(command_of(stage, processes, flags, f"watched={log}"), **TRIM)
             phases = [json.loads(Path(f"{log}-{rank}").read_text()) for rank in range(processes)]
             row = [" ".join([stage[:2], *map(str, more)]), processes]
             for phase in ("load", "export"):
@@ -604,42 +604,43 @@ def loading():
 
 def watched(module, log):
     """Writes for each rank the most memory of loading and of the export, and their seconds."""
-    phases, most, begin = {}, [0], [0, 0.0]
-
-    def anonymous():
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+    phases = {}
+    anonymous = partial(memory_of_process, "RssAnon")
+    most = at_start = anonymous()
+    begin = time.perf_counter()
 
     def watch():
+        nonlocal most
         while True:
-            most[0] = max(most[0], anonymous())
+            most = max(most, anonymous())
             time.sleep(0.005)
 
     def start():
-        begin[:] = most[0], _ = anonymous(), time.perf_counter()
+        nonlocal most, at_start, begin
+        most = at_start = anonymous()
+        begin = time.perf_counter()
 
     def stop(phase):
-        phases[phase] = max(most[0], anonymous()) - begin[0], time.perf_counter() - begin[1]
+        phases[phase] = max(most, anonymous()) - at_start, time.perf_counter() - begin
         Path(f"{log}-{os.environ['RANK']}").write_text(json.dumps(phases))
 
-    def before(owner, name, act):
-        function = getattr(owner, name)
+    def load_model(*values, **named):
+        if "load" not in phases:
+            start()
+        return own_load_model(*values, **named)
 
-        def wrapped(*values, **named):
-            act()
-            return function(*values, **named)
-
-        setattr(owner, name, wrapped)
+    def adamw(*values, **named):
+        stop("load")
+        return own_adamw(*values, **named)
 
     def save(*values, **named):
         start()
-        save_final_model(*values, **named)
+        own_save(*values, **named)
         stop("export")
 
-    save_final_model, module.save_final_model = module.save_final_model, save
-    started = []
-    before(module, "load_model", lambda: started or (started.append(1), start()))
-    before(module.torch.optim, "AdamW", lambda: stop("load"))
+    own_load_model, module.load_model = module.load_model, load_model
+    own_adamw, module.torch.optim.AdamW = module.torch.optim.AdamW, adamw
+    own_save, module.save_final_model = module.save_final_model, save
     threading.Thread(target=watch, daemon=True).start()
 
 
@@ -647,7 +648,7 @@ def start():
     """From the start of the process to the end of its first step, against imports and loading."""
     spent = {"stage 01": [], "load": []}
     for _ in range(5):
-        command = [sys.executable, "-u", str(ROOT / STAGE_01 / "train-llm.py"), "--max-steps", "2"]
+        command = [sys.executable, "-u", ROOT / STAGE_01 / "train-llm.py", "--max-steps", "2"]
         process = psutil.Popen(
             command, env=environment(OMP_NUM_THREADS=THREADS), stdout=subprocess.PIPE, text=True
         )
@@ -669,28 +670,14 @@ def checkpoint():
     """Stage 04 saves in the loop, stage 05 beside it: what the loop waits for in each."""
     rows, stalls = [], []
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16}
-        model = write_model(Path(folder, "model"), **sizes)
+        model = write_model(Path(folder, "model"), **sizes(512, 2048, 16))
         for stage in (STAGE_04, STAGE_05):
             flags = ["-m", model, "--from-scratch", "-d", "dummy", "-s", 64, "-b", 2]
-            flags += [
-                "--global-batch-size",
-                4,
-                "--eval-sequences",
-                4,
-                "--max-steps",
-                40,
-                "--ckpt-freq",
-                8,
-                "--log-freq",
-                1,
-            ]
-            flags += ["-e", stage, "--save-dir", folder, "--compression", "none", "--shard-size", 1]
-            how = ["--standalone", "--nproc-per-node", 1 if GPU else 2]
-            command = torchrun(how, stage, "stalls", flags)
-            threads = environment()
-            run = subprocess.run(command, env=threads, check=True, capture_output=True, text=True)
-            line = [x for x in run.stdout.splitlines() if x.startswith("stalls ")][0]
+            flags += ["--global-batch-size", 4, "--eval-sequences", 4, "--max-steps", 40]
+            flags += ["--ckpt-freq", 8, "--log-freq", 1, "-e", stage, "--save-dir", folder]
+            flags += ["--compression", "none", "--shard-size", 1]
+            out = call(command_of(stage, 1 if GPU else 2, flags, "stalls"))
+            line = [x for x in out.splitlines() if x.startswith("stalls ")][0]
             stalls.append(statistics.median(map(float, line.split()[1:])))
             lines = metrics(Path(folder, stage)).values()
             row = [stage, f"{next(iter(lines))['memory/state_gb']:.2f}", f"{stalls[-1]:,.0f}"]
@@ -705,44 +692,24 @@ def checkpoint():
 
 
 def stalls(module, _):
-    """Prints for how long each save stops the loop, in ms; the last one is not counted."""
-    spent = []
+    """Prints for how long each save stops the loop, in ms: the time outside of the eighth step, the
+    sixteenth and so on. The last save is not counted."""
+    outside, previous = [], [0.0]  # the first is what came before the first step
+    lap, close = module.RunLog.lap, module.RunLog.close
 
-    def clocked(owner, name, begins):
-        function = getattr(owner, name)
-
-        def timed(*values, **named):
-            before = time.perf_counter()
-            result = function(*values, **named)
-            if begins:
-                spent.append(0.0)
-            spent[-1:] = [x + 1000 * (time.perf_counter() - before) for x in spent[-1:]]
-            return result
-
-        setattr(owner, name, timed)
-
-    if hasattr(module, "save_checkpoint"):
-        clocked(module, "save_checkpoint", begins=True)
-    else:
-        async_save = module.dcp.async_save
-
-        def timed_save(*values, **named):
-            saving = async_save(*values, **named)
-            clocked(saving, "result", begins=True)  # the next save waits for this one
-            return saving
-
-        spent.append(0.0)  # the first one has none to wait for
-        module.dcp.async_save = timed_save
-        clocked(module.dcp, "async_save", begins=False)
-        clocked(module, "checkpoint_tensors", begins=False)
-    close = module.RunLog.close
+    def timed_lap(log, phase):
+        lap(log, phase)
+        now = time.perf_counter()
+        if phase == "outside":
+            outside.append(1000 * (now - previous[0]))
+        previous[0] = now
 
     def close_and_print(log):
         close(log)
         if module.dist.get_rank() == 0:
-            print("stalls", *spent[:4], flush=True)
+            print("stalls", *outside[8:40:8], flush=True)
 
-    module.RunLog.close = close_and_print
+    module.RunLog.lap, module.RunLog.close = timed_lap, close_and_print
 
 
 def recovery():
@@ -784,22 +751,24 @@ def recover(count, last_call):
         furthest, seen, agent = nodes.last_step(folder / "a"), {}, started[0]
         while "new" not in seen:
             said = agent.said()
+            behind = said.split("failed (exitcode")[-1]
             fresh = [w for w in agent.workers() if w.pid not in workers]
-            if "failed (exitcode" in said or "Closing process" in said:
-                seen.setdefault("noticed", time.time())
+            is_new = "loaded" in seen and nodes.last_step(folder / "a") > furthest
+            marks = {
+                "noticed": "failed (exitcode" in said or "Closing process" in said,
+                "built": fresh and " parameters, " in behind,
+                "loaded": fresh and "resumed from /" in behind,
+                "new": fresh and is_new,
+            }
+            for mark, is_there in marks.items():
+                if is_there:
+                    seen.setdefault(mark, time.time())
             if fresh:
                 with contextlib.suppress(psutil.Error):
                     seen.setdefault("born", fresh[0].create_time())
-                behind = said.split("failed (exitcode")[-1]
-                if " parameters, " in behind:
-                    seen.setdefault("built", time.time())
-                if "resumed from /" in behind:
-                    seen.setdefault("loaded", time.time())
-                if nodes.last_step(folder / "a") > furthest and "loaded" in seen:
-                    lines = [x for x in behind.splitlines() if "steps are repeated" in x]
-                    repeated = int(lines[0].split(", ")[-1].split()[0])
-                    seen["new"] = time.time()
             time.sleep(0.02)
+        [line] = [x for x in behind.splitlines() if "steps are repeated" in x]
+        repeated = int(line.split(", ")[-1].split()[0])
         marks = [killed, *(seen[x] for x in ("noticed", "born", "built", "loaded", "new"))]
         parts = [later - earlier for earlier, later in zip(marks, marks[1:], strict=False)]
         return [*parts, repeated, seen["new"] - killed]
@@ -843,7 +812,7 @@ def defaults():
     report("defaults", head, rows)
 
 
-def first_run(folder, vocab_size, batch, lr, epochs, **sizes):
+def first_run(folder, vocab_size, batch, lr, epochs, **config):
     """Stage 01 on its default data, with a tokenizer that was trained on them.
 
     Returns steps, parameters, CPU seconds, the last eval/loss, and the bits of a held-out byte."""
@@ -852,16 +821,13 @@ def first_run(folder, vocab_size, batch, lr, epochs, **sizes):
     tokenizer = tokenizer.train_new_from_iterator(
         topics.values(), vocab_size=vocab_size, show_progress=False
     )
-    sizes["num_attention_heads"] = sizes["hidden_size"] // 32
-    write_model(folder, vocab_size=math.ceil(vocab_size / 128) * 128, **sizes)
+    config["num_attention_heads"] = config["hidden_size"] // 32
+    write_model(folder, vocab_size=math.ceil(vocab_size / 128) * 128, **config)
     tokenizer.save_pretrained(folder)
     flags = ["-m", folder, "--from-scratch", "-s", 256, "--global-batch-size", batch, "--lr", lr]
     flags += ["--num-epochs", epochs, "-e", "run", "--save-dir", folder]
-    command = [sys.executable, ROOT / STAGE_01 / "train-llm.py", *flags]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = subprocess.run(
-        map(str, command), env=environment(), check=True, capture_output=True, text=True
-    )
+    out = call(command_of(STAGE_01, 1, flags))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     lines = metrics(folder / "run")
@@ -874,8 +840,8 @@ def first_run(folder, vocab_size, batch, lr, epochs, **sizes):
     texts = tokenizer.batch_decode(targets, skip_special_tokens=True)
     num_bytes = sum(len(text.encode()) for text in texts)
     bits = loss / math.log(2) * sum(map(len, targets)) / num_bytes
-    parameters = run.stdout.split(" parameters, ")[0].split()[-1]
-    print(run.stdout[run.stdout.index("\nprompt, ") :], flush=True)
+    parameters = out.split(" parameters, ")[0].split()[-1]
+    print(out[out.index("\nprompt, ") :], flush=True)
     return max(lines), parameters, f"{seconds:.0f}", f"{loss:.3f}", f"{bits:.3f}"
 
 

@@ -17,20 +17,10 @@ on one machine, contenders in turn.
     tensor      stage 07 with one to four ranks in a tensor group
     pipeline    stage 08 with one, two and four pipeline stages
     pipeline-speed  stage 08 with two pipeline stages against stage 01
-    context     memory, bytes and work of stage 09, counted; some on paper
-    context-models  which architectures stage 09 takes
-    context-traps  mistakes in stage 09 after 400 steps, ten minutes
-    experts-state  parameters, gradients and moments of each rank in stages 03 and 10
-    experts-bytes  what a rank sends for the experts of a block, stage 10 against 03
-    experts-load   time of a block by load of the busiest rank, and that load in the default run
-    experts-curve  losses of stages 10 and 01 for one mixture, until a route flips
-    experts-balance  loads of experts and losses after 300 steps, with auxiliary losses
-    experts-models which mixtures of experts stage 10 takes
-    experts-compile  what of a block is compiled in stage 10, and what that gains on CPUs
     wire        bytes on a network interface against those that a run logs
     encode      speed of encoding and decoding against that of a copy
     link        time of a step on links of 50, 200 and 1000 Mbit/s
-    scale       memory, traffic and time of large models, on paper
+    scale       which stages fit in the memory of some GPUs, by plan.py
     all         all of the above, two hours
     loss        final loss of each way to compress gradients, about an hour
     gpu         speed, MFU and memory on one GPU (gpu.sh)
@@ -52,13 +42,9 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(3, str(Path(__file__).resolve().parents[2]))
 
 import bench_compression
-import bench_context
-import bench_experts
 import bench_gpu
 import bench_paper
 import bench_speed
-import context_models
-import expert_models
 from bench_common import MEASURED, STAGE_01
 from conftest import ROOT, load
 
@@ -101,16 +87,6 @@ COMMANDS = {
     "tensor": bench_speed.tensor,
     "pipeline": bench_speed.pipeline,
     "pipeline-speed": bench_speed.pipeline_speed,
-    "context": bench_context.context,
-    "context-models": context_models.table,
-    "context-traps": bench_context.traps,
-    "experts-state": bench_experts.state,
-    "experts-bytes": bench_experts.sent,
-    "experts-load": bench_experts.load_of_ranks,
-    "experts-curve": bench_experts.curve,
-    "experts-balance": bench_experts.balance,
-    "experts-models": expert_models.table,
-    "experts-compile": bench_experts.compiled,
     "wire": bench_compression.wire,
     "encode": bench_compression.encode,
     "link": bench_compression.link,

@@ -2,8 +2,8 @@
 # What several ranks can tell. On a machine with one GPU, which they share, each call takes at most
 # seven minutes, and the first one has what matters most:
 #
-#   bash tests/benchmarks/gpu-2.sh 1          NCCL, its groups, every stage in fp32 against stage 01,
-#                                             compressed replicas
+#   bash tests/benchmarks/gpu-2.sh 1          NCCL, its groups, every stage in fp32 against stage 01
+#                                             (10, 09, 08, 07, 04, the rest), compressed replicas
 #   bash tests/benchmarks/gpu-2.sh 2          a node is killed and one joins, --cpu-offload, tied
 #                                             weights, an async save and a resume, bf16 compiled
 #   bash tests/benchmarks/gpu-2.sh 3          the tests for two GPUs, on one

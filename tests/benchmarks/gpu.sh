@@ -40,7 +40,7 @@ case ${1:-} in
     ;;
   ranks-3)
     export RANKS_ON_ONE_GPU=2 TORCHINDUCTOR_COMPILE_THREADS=4
-    python3 -m pytest -m gpu -k two_gpus -n "${AT_ONCE:-3}" --durations=10 |
+    python3 -m pytest -m gpu -k two_gpus -n "${AT_ONCE:-2}" --durations=10 |
       tee "$OUT/gpu-2-ranks-test.txt"
     ;;
   test-2)

@@ -3,14 +3,17 @@ same random tokens (as `-d dummy`), same dtype, same global batch, same optimize
 
     python tests/benchmarks/peers.py bare '{"model": FOLDER, "seq_length": 256, ...}'
 
-prints one line of JSON: target tokens per second over the steps behind `warm`, the loss of each
-step, and when the first step was done. benchmark.py starts it, accelerate's by torchrun."""
+prints one line of JSON: the tokens of the steps behind `warm`, when these began and ended, and the
+loss of each step. benchmark.py starts it, accelerate's by torchrun."""
 
+import io
 import json
 import os
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -63,47 +66,49 @@ def now():
 
 def schedule(optimizer, how):
     """As in the stages, where steps count from 1."""
-    warmup = min(100, how["steps"] // 10)
-    steps = how["steps"]
-    cosine = transformers.get_scheduler("cosine", optimizer, warmup + 1, steps + 1).lr_lambdas[0]
+    ends = min(100, how["steps"] // 10) + 1, how["steps"] + 1
+    cosine = transformers.get_scheduler("cosine", optimizer, *ends).lr_lambdas[0]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: cosine(done + 1))
 
 
-def print_result(how, times, losses, tokens_per_step):
+def print_result(how, times, losses, tokens_per_step=None):
     """`times`: the end of each step; `tokens_per_step`: of all processes."""
+    tokens_per_step = tokens_per_step or how["global_batch_size"] * how["seq_length"]
     tokens = tokens_per_step * (how["steps"] - how["warm"])
     result = {"tokens": tokens, "begin": times[how["warm"] - 1], "end": times[-1]}
-    result |= {"losses": losses, "first_step_s": times[0] - psutil.Process().create_time()}
-    print(json.dumps(result), flush=True)
+    print(json.dumps(result | {"losses": losses}), flush=True)
 
 
 def adamw(model):
     """As stage 01 from scratch: only matrices have weight decay."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}]
+    groups.append({"params": vectors, "weight_decay": 0.0})
     return torch.optim.AdamW(groups, LR, BETAS, fused=True)
+
+
+def loss_of(model, ids):
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 
 
 def bare(how):
     """Forward, backward, clip, fused AdamW on tensors that are in memory already: the limit."""
-    device, dtype = torch.device("cuda" if GPU else "cpu"), torch.bfloat16
+    device = torch.device("cuda" if GPU else "cpu")
     model = load_model(how).to(device)
     if how["compile"]:
         model.compile()
     optimizer = adamw(model)
-    lr, tokens = schedule(optimizer, how), load_tokens(how)
+    lr, tokens = schedule(optimizer, how), load_tokens(how).to(device)
     steps = [tokens[window].split(how["batch_size"]) for window in windows(how, tokens)]
-    steps = [[part.to(device) for part in parts] for parts in steps]
     times, losses = [], []
     for parts in steps:
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=device)
         for part in parts:
-            with torch.autocast(device.type, dtype, enabled=GPU):
-                logits = model(input_ids=part, use_cache=False).logits[:, :-1]
-            loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
+            with torch.autocast(device.type, torch.bfloat16, enabled=GPU):
+                loss = loss_of(model, part)
             (loss / len(parts)).backward()
             step_loss += loss.detach() / len(parts)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -111,7 +116,7 @@ def bare(how):
         lr.step()
         times.append(now())
         losses.append(step_loss.item())
-    print_result(how, times, losses, steps[0][0].shape[1] * how["global_batch_size"])
+    print_result(how, times, losses)
 
 
 class Clock(transformers.TrainerCallback):
@@ -124,27 +129,29 @@ class Clock(transformers.TrainerCallback):
         self.times.append(now())
 
 
+def pad(seen, rows):
+    """A batch of documents, padded to the longest one. Adds its number of tokens to `seen`."""
+    seen.append(sum(len(row["input_ids"]) for row in rows))
+    tensors = [torch.tensor(row["input_ids"]) for row in rows]
+    stack = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    labels = stack(tensors, padding_value=-100)
+    mask = (labels >= 0).long()
+    return {"input_ids": stack(tensors), "labels": labels, "attention_mask": mask}
+
+
 def trainer(how):
     """transformers.Trainer on the same sequences, tokenised and cut beforehand. With `padded` on
     documents as they are, cut at the sequence length and padded to the longest of their batch; then
     the tokens counted are those of documents."""
+    seen, clock, collate = [], Clock(), transformers.default_data_collator
     if how["padded"]:
         texts = tiny_tokenizer()(list(topics.values()))["input_ids"]
         rows = [{"input_ids": tokens[: how["seq_length"]]} for tokens in texts]
+        collate = partial(pad, seen)
     else:
         tokens = load_tokens(how)
         order = np.concatenate(windows(how, tokens))
         rows = [{"input_ids": ids, "labels": ids} for ids in tokens[order]]
-    clock, seen = Clock(), []
-
-    def collate(rows):
-        longest = max(len(row["input_ids"]) for row in rows)
-        seen.append(sum(len(row["input_ids"]) for row in rows))
-        ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
-        labels = [row["input_ids"] + [-100] * (longest - len(row["input_ids"])) for row in rows]
-        mask = [[int(label >= 0) for label in row] for row in labels]
-        batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
-        return {name: torch.tensor(value) for name, value in batch.items()}
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -168,17 +175,11 @@ def trainer(how):
             use_cpu=not GPU,
         )
         run = transformers.Trainer(
-            load_model(how),
-            arguments,
-            collate if how["padded"] else transformers.default_data_collator,
-            train_dataset=rows,
-            callbacks=[clock],
+            load_model(how), arguments, collate, train_dataset=rows, callbacks=[clock]
         )
-        with open(os.devnull, "w") as nowhere:  # its log lines go to stdout
-            sys.stdout, out = nowhere, sys.stdout
+        with redirect_stdout(io.StringIO()):  # its log lines
             run.train()
-            sys.stdout = out
-    tokens_per_step = how["global_batch_size"] * how["seq_length"]
+    tokens_per_step = None
     if how["padded"]:
         parts = how["global_batch_size"] // how["batch_size"]
         counted = seen[how["warm"] * parts : how["steps"] * parts]
@@ -224,8 +225,7 @@ def accelerated(how):
     times, losses, step_loss = [], [], 0
     for part in loader:
         with accelerator.accumulate(model):
-            logits = model(input_ids=part, use_cache=False).logits[:, :-1]
-            loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
+            loss = loss_of(model, part)
             accelerator.backward(loss)
             step_loss += loss.detach() / parts
             if accelerator.sync_gradients:
@@ -238,7 +238,7 @@ def accelerated(how):
             losses.append(accelerator.reduce(step_loss, "mean").item())
             step_loss = 0
     if accelerator.is_main_process:
-        print_result(how, times, losses, how["global_batch_size"] * how["seq_length"])
+        print_result(how, times, losses)
     accelerator.wait_for_everyone()
     time.sleep(0.2)
     accelerator.end_training()

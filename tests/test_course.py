@@ -191,6 +191,9 @@ def missing_paths(name, text):
             known += [*ROOT.glob(f"*/{word}"), *ROOT.glob(f"tests/*/{word}")]
         if not any(path.exists() for path in known):
             problems.append(f"there is no {word}")
+    for path, test in re.findall(r"(tests/test_\w+\.py)::(\w+)", text):
+        if f"def {test}(" not in (ROOT / path).read_text():
+            problems.append(f"{path} has no {test}")
     return problems
 
 

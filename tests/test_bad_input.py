@@ -5,16 +5,8 @@ Python, PyTorch, transformers or datasets. Nothing trains silently on something 
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    STAGES,
-    finish,
-    fork,
-    load,
-    run,
-    save_rows,
-    save_tokenizer,
-)
+from conftest import STAGES, load, run, save_rows, save_tokenizer
+from safetensors.torch import save_file
 from transformers import GPT2Config, LlamaConfig, OpenAIGPTConfig, T5Config
 
 pytestmark = pytest.mark.law5
@@ -78,13 +70,7 @@ THEIRS = {
     "-e a --save-dir a-file": "a-file/a",
 }
 # The slow tests try all of them, the quick ones these and those that need no model and no data.
-QUICK = (
-    "-d chat -s 64",
-    "-d masked",
-    "-d texts.jsonl",
-    "-d missing.txt",
-    "-m other-weights",
-)
+QUICK = ("-d chat -s 64", "-d masked", "-d texts.jsonl", "-d missing.txt", "-m other-weights")
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +105,6 @@ def inputs(tmp_path_factory):
     gpt1.save_pretrained(folder / "gpt1")
     T5Config(d_model=32, vocab_size=1024).save_pretrained(folder / "encoder-decoder")
     # Weights of another architecture: they would leave this one's at random.
-    from safetensors.torch import save_file
-
     LLAMA.save_pretrained(folder / "other-weights")
     weights = folder / "other-weights" / "model.safetensors"
     save_file({"something.else": torch.zeros(2)}, weights, metadata={"format": "pt"})
@@ -170,40 +154,25 @@ def test_the_error_of_a_library_says_it(flags, inputs):
     assert not any(line.startswith("step ") for line in result.out.splitlines())
 
 
-@pytest.mark.parametrize(
-    "flags", ["-d chat -s 64", pytest.param("-m other-weights", marks=pytest.mark.slow)]
-)
-def test_one_line_of_all_ranks(flags, inputs):
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+# Stage, processes or None without torchrun, flags, and the one line of all ranks.
+LAUNCHES = [
+    ("03-fsdp", 3, "-d chat -s 64", OURS["-d chat -s 64"]),
+    pytest.param("03-fsdp", 3, "-m other-weights", "--model-name", marks=pytest.mark.slow),
+    # GradScaler copies its scale to the CPU without waiting for the copy: a wrong one would do.
+    ("03-fsdp", 2, "--cpu-offload --dtype fp16", "--cpu-offload: gradients there are not scaled"),
+    pytest.param(
+        "08-pipeline-parallel", 2, "--cpu-offload", "--cpu-offload: needs a GPU", marks=on_cpu
+    ),
+    ("01-single-gpu", 2, "", "this stage runs in one process: for several, start 02-ddp"),
+    *((stage, None, "", "this stage needs torchrun") for stage in STAGES[1:]),
+]
+
+
+@pytest.mark.parametrize(("stage", "processes", "flags", "error"), LAUNCHES)
+def test_one_line_of_all_ranks(stage, processes, flags, error, inputs):
     """Each rank finds the error, one of them says it."""
-    result = run("03-fsdp", 3, *flags.split(), cwd=inputs, check=False)
+    result = run(stage, processes, *flags.split(), cwd=inputs, check=False)
     assert result.returncode != 0
     [line] = result.errors
-    assert line.startswith(f"train-llm.py: error: {OURS[flags]}")
-
-
-def test_cpu_offload_in_fp16_is_refused():
-    """GradScaler copies its scale to the CPU without waiting for the copy: a wrong one would do."""
-    result = run("03-fsdp", 2, "--cpu-offload", "--dtype", "fp16", check=False)
-    [line] = result.errors
-    assert line.startswith("train-llm.py: error: --cpu-offload: gradients there are not scaled")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_cpu_offload_needs_a_gpu():
-    result = run("08-pipeline-parallel", 2, "--cpu-offload", check=False)
-    [line] = result.errors
-    assert line.startswith("train-llm.py: error: --cpu-offload: needs a GPU")
-
-
-@pytest.mark.parametrize("stage", STAGES[1:])
-def test_stages_that_need_torchrun_say_so(stage):
-    result = finish(fork(ROOT / stage / "train-llm.py", None))
-    assert result.returncode != 0
-    assert result.errors[0].startswith("train-llm.py: error: this stage needs torchrun")
-
-
-def test_stage_01_refuses_several_processes():
-    result = finish(fork(ROOT / "01-single-gpu" / "train-llm.py", 2))
-    assert result.returncode != 0
-    said = "this stage runs in one process: for several, start 02-ddp"
-    assert result.errors == [f"train-llm.py: error: {said}"]
+    assert line.startswith(f"train-llm.py: error: {error}")

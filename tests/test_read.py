@@ -1,198 +1,182 @@
-"""read.py: the page of a stage, what has changed, and the notes below single lines."""
+"""read.py: the page of a stage, what is marked as new, notes below lines, and that in a browser."""
 
+import html
 import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 from conftest import ROOT, STAGES, environment, script
-from stages import PAIRS, PARENTS
+from stages import PAIRS
 from test_stages import git_diff
 
 pytestmark = pytest.mark.law2
 
 
 def run_read(*arguments, root=ROOT, **variables):
-    command = [sys.executable, root / "read.py", *arguments]
     variables = environment(**{"DISPLAY": "", "WAYLAND_DISPLAY": "", **variables})
     variables = {name: value for name, value in variables.items() if value}
-    return subprocess.run(
-        list(map(str, command)), env=variables, capture_output=True, text=True, timeout=300
-    )
-
-
-def words(text):
-    return re.findall(r"\w+", text)
-
-
-class Page(HTMLParser):
-    """The text of a page by what it is: its code, line by line, and the words in its margin."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.classes, self.code, self.margin, self.marked = [], {}, [], set()
-        self.number = None
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in ("meta", "li", "a", "p"):
-            self.classes.append((tag, (dict(attributes).get("class") or "").split()))
-
-    def handle_endtag(self, tag):
-        if tag in [tag for tag, _ in self.classes]:
-            while self.classes.pop()[0] != tag:
-                pass
-
-    def handle_data(self, text):
-        tags = [tag for tag, _ in self.classes]
-        classes = {name for _, names in self.classes for name in names}
-        if "note" in classes or "del" in tags or "del" in classes:
-            return
-        if "margin" in classes:
-            self.margin += words(text)
-        elif "code" in classes and tags[-1] == "s":
-            self.number = int(text)
-            self.code[self.number] = ""
-            self.marked |= {self.number} if classes & {"add", "chg"} else set()
-        elif "l" in classes:
-            self.code[self.number] += text
+    command = [str(word) for word in (sys.executable, root / "read.py", *arguments)]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """A folder with all pages."""
     folder = tmp_path_factory.mktemp("pages")
-    result = run_read("-o", folder)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == f"{folder / 'index.html'}\n"
+    assert run_read("-o", folder).stdout == f"{folder / 'index.html'}\n"
     return folder
+
+
+def rows(page):
+    """The lines of code on a page: their kind, number and text."""
+    found = re.findall(r'<div class="l (\w*)"><s>(\d+)</s>(.*?)</span></div>', page)
+    return [(kind, int(number), plain(text)) for kind, number, text in found]
+
+
+def plain(text):
+    return html.unescape(re.sub("<[^>]*>", "", text))
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_of_the_script_is_on_its_page_once(pages, stage):
-    """Each line is in the code, or its words are in the margin, and nothing else is there."""
-    page = Page((pages / f"{stage[:2]}.html").read_text())
+    """As code, or its words are in the margin. And each note of the stage is below a line."""
+    page = (pages / f"{stage[:2]}.html").read_text()
+    code = {number: text for kind, number, text in rows(page) if kind != "del"}
     lines = dict(enumerate(script(stage).read_text().splitlines(), 1))
-    assert all(lines[number] == text for number, text in page.code.items())
-    assert list(page.code) == sorted(page.code)
-    rest = [text for number, text in lines.items() if number not in page.code]
-    assert words("\n".join(rest)) == page.margin
+    assert list(code) == sorted(code) and code.items() <= lines.items()
+    margins = re.findall('<div class="margin.*?">(.*?)</div>', page)
+    margin = plain(re.sub("<del>.*?</del>", "", " ".join(margins)))
+    rest = " ".join(lines[number] for number in lines if number not in code)
+    assert re.findall(r"\w+", margin) == re.findall(r"\w+", rest)
+    notes = (ROOT / stage / "notes.md").read_text()
+    assert page.count("<details class=note>") == len(re.findall("^## ", notes, re.M)) > 7
 
 
 @pytest.mark.parametrize(("parent", "stage"), PAIRS)
-def test_the_page_counts_what_git_counts(pages, parent, stage):
+def test_the_marked_lines_are_those_of_git_diff(pages, parent, stage):
+    """Their numbers too, on the page and in the index."""
     added, removed, *_ = git_diff(parent, stage, "--numstat").split()
-    text = (pages / f"{stage[:2]}.html").read_text()
-    assert f"+{added} −{removed} lines" in text
-    page, new = Page(text), set()
-    for start, length in re.findall(
-        r"^@@ \S+ \+(\d+),?(\d*)", git_diff(parent, stage, "-U0"), re.M
-    ):
-        new |= set(range(int(start), int(start) + int(length or 1)))
-    # Of two blank lines, git with a context may call another one new than git without.
-    assert {n for n in page.marked if page.code.get(n)} <= new
-    assert {n for n in new & page.code.keys() if page.code[n]} <= page.marked
+    page = (pages / f"{stage[:2]}.html").read_text()
+    assert f"+{added} −{removed} lines" in page
+    size = f"{len(script(stage).read_text().splitlines())} lines, +{added} −{removed}"
+    assert f"{stage}</a> <span>{size}<" in (pages / "index.html").read_text()
+    diff = git_diff(parent, stage, "-U100000").split("\n@@")[1].splitlines()[1:]
+    old, new = ([line for line in diff if line[0] in (" ", side)] for side in "-+")
+    for kind, number, text in rows(page):
+        sign = {"": " ", "del": "-"}.get(kind, "+")
+        assert (old if kind == "del" else new)[number - 1] == sign + text
 
 
-def test_the_index_shows_the_tree_of_stages(pages):
-    text = (pages / "index.html").read_text()
-    assert re.findall(r'href="(\d\d)\.html"', text) == [stage[:2] for stage in STAGES]
-    for parent, stage in PAIRS:
-        added, removed, *_ = git_diff(parent, stage, "--numstat").split()
-        size = len(script(stage).read_text().splitlines())
-        assert f"{stage}</a> <span>{size} lines, +{added} −{removed}<" in text
-    assert text.index("04-compression") < text.index("05-multinode") < text.index("07-tensor")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_each_stage_has_notes(pages, stage):
-    """Each has a question and an answer, and no two of a stage ask the same."""
-    questions = re.findall(r"^## `.*`\n\n(.*)$", (ROOT / stage / "notes.md").read_text(), re.M)
-    text = (pages / f"{stage[:2]}.html").read_text()
-    assert 8 <= len(questions) == len(set(questions)) == text.count("<details class=note>")
-    assert all(question.endswith("?") for question in questions)
+NOTES = "## `def main(args):`\n\nWhy?\n\nSee [a](deeper.md#b), [c](https://d.org/e).\n"
+# Notes of stage 02, the command line, and the error.
+ERRORS = [
+    ("## `no such line`\n\nWhy?\n\nA.\n", "02", "0 lines of the script have `no such line`"),
+    ("## `dist.all_reduce(`\n\nWhy?\n\nA.\n", "02", "and not one"),
+    ("## `def main(args):`\n\nWhy?\n", "02", "and, in another paragraph, the answer"),
+    (NOTES, "mine.py", "--parent"),
+    (NOTES, "99", "99 is neither a stage"),
+    (NOTES, "02-ddp/train-llm.py --parent 02", "is the same as"),
+]
 
 
 @pytest.fixture
-def course(tmp_path):
-    """A folder with what read.py needs, to change it."""
-    shutil.copy(ROOT / "read.py", tmp_path)
-    shutil.copy(ROOT / "read.html", tmp_path)
-    for stage in STAGES:
-        (tmp_path / stage).mkdir()
-        shutil.copy(script(stage), tmp_path / stage)
+def course(tmp_path, monkeypatch):
+    """A folder with what read.py needs of the course, to change it. It is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("read.py", "read.html", "01-single-gpu/train-llm.py", "02-ddp/train-llm.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, name)
+    (tmp_path / "mine.py").write_text(script("02-ddp").read_text() + "if True\n    <oops>")
+    (tmp_path / "02-ddp" / "notes.md").write_text(NOTES)
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("notes", "error"),
-    [
-        ("## `no such line`\n\nWhy?\n\nBecause.\n", "0 lines of the script have `no such line`"),
-        ("## `dist.all_reduce(`\n\nWhy?\n\nBecause.\n", "and not one"),
-        (
-            "## `def main(args):`\n\nWhy?\n",
-            "needs a question and, in another paragraph, the answer",
-        ),
-    ],
-)
-def test_a_note_that_does_not_fit_is_an_error(course, notes, error):
+@pytest.mark.parametrize(("notes", "arguments", "error"), ERRORS)
+def test_an_error_is_one_line(course, notes, arguments, error):
     (course / "02-ddp" / "notes.md").write_text(notes)
-    result = run_read("02", root=course)
-    assert result.returncode != 0 and "Traceback" not in result.stderr
-    assert error in result.stderr and str(course / "02-ddp" / "notes.md") in result.stderr
+    result = run_read(*arguments.split(), root=course)
+    assert result.returncode != 0 and len(result.stderr.splitlines()) == 1
+    assert error in result.stderr
 
 
-def test_links_of_notes_lead_to_the_repository(course):
-    notes = "## `def main(args):`\n\nWhy?\n\nSee [a](deeper.md#b), [c](https://d.org/e).\n"
-    (course / "02-ddp" / "notes.md").write_text(notes)
-    for options, base in [((), "../.."), (("--links", "https://host/tree"), "https://host/tree")]:
-        assert run_read("02", *options, root=course).returncode == 0
-        text = (course / "outputs" / "read" / "02.html").read_text()
-        assert f'href="{base}/02-ddp/deeper.md#b"' in text and 'href="https://d.org/e"' in text
-        assert f'href="{base}/02-ddp/README.md"' in text
-        assert '.html"' not in text, "other pages have not been written"
+@pytest.mark.parametrize("base", ["../..", "https://host/tree"])
+def test_links_of_notes_lead_to_the_repository(course, base):
+    assert run_read("02", *(["--links", base] if ":" in base else []), root=course).returncode == 0
+    text = (course / "outputs" / "read" / "02.html").read_text()
+    assert f'href="{base}/02-ddp/deeper.md#b"' in text and 'href="https://d.org/e"' in text
+    assert f'href="{base}/02-ddp/README.md"' in text
+    assert '.html"' not in text, "other pages have not been written"
 
 
-def test_a_copy_of_a_script_is_compared_with_its_parent(tmp_path):
-    """Also one without a line break at its end, and one with a mistake."""
-    mine = tmp_path / "my-train.py"
-    text = script("03-fsdp").read_text()
-    mine.write_text(text.replace('1.0, help="clip', '0.5, help="clip') + "if True\n    <oops>")
-    result = run_read(mine, "--parent", "03", "-o", tmp_path)
-    assert result.returncode == 0, result.stderr
-    page = (tmp_path / "my-train.html").read_text()
-    assert "my-train.py" in page and "+3 −1 lines" in page and ">oops<" in page
-    assert "<details class=note>" not in page, "notes are about the scripts of the course"
-    for arguments, error in [
-        ([mine], "--parent"),
-        (["99"], "99 is neither a stage"),
-        ([script("03-fsdp"), "--parent", "03"], "is the same as"),
-    ]:
-        result = run_read(*arguments, "-o", tmp_path)
-        assert result.returncode != 0 and error in result.stderr and "Trace" not in result.stderr
+@pytest.mark.parametrize("display", [":0", ""])
+def test_the_page_of_ones_own_copy_opens_if_there_is_a_display(course, display):
+    """Here of one with a mistake, and without a line break at its end."""
+    more = {"DISPLAY": display, "BROWSER": "echo opened %s"}
+    out = run_read("mine.py", "--parent", "02", "-o", course, root=course, **more).stdout
+    assert (f"opened {course.as_uri()}/mine.html" in out) == bool(display)
+    page = (course / "mine.html").read_text()
+    assert "+2 −0 lines" in page and ">oops<" in page
 
 
-def test_a_page_opens_in_a_browser_if_there_is_a_display(tmp_path):
-    """A program called `browser` writes down what it is asked to open."""
-    program = tmp_path / "browser"
-    program.write_text(f'#!/bin/sh\necho "$1" > "{tmp_path}/opened"\n')
-    program.chmod(0o755)
-    result = run_read("02", "-o", tmp_path, DISPLAY=":0", BROWSER=f"{program} %s")
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "opened").read_text().strip() == (tmp_path / "02.html").as_uri()
-    (tmp_path / "opened").unlink()
-    assert run_read("02", "-o", tmp_path, BROWSER=f"{program} %s").returncode == 0
-    assert not (tmp_path / "opened").exists()
+@pytest.fixture
+def page(pages):
+    """A page of a browser, which reports no error there and asks for no other file."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs the packages of '.[browser]'")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if not chromium:
+        pytest.skip("needs chromium: apt-get install chromium")
+    seen = []
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        for event in ("pageerror", "console", "request"):
+            page.on(event, lambda found: seen.append(found))
+        yield page
+        browser.close()
+    assert len(seen) == 1
 
 
-def test_no_sentence_of_the_contents_needs_one_before_it(pages):
-    """An entry is read alone, so it does not begin with a word that refers to something else."""
-    backward = "Otherwise|Then|They|It|Its|This|These|That|Those|So|Here|Before that|Both|Such"
-    for stage in PARENTS:
-        text = (pages / f"{stage[:2]}.html").read_text()
-        titles = re.findall(r"<li><a href=[^>]*><b>\w*</b> (.*?)</a>", text)
-        assert len(titles) > 10
-        found = [title for title in titles if re.match(rf"({backward})\b", title)]
-        assert not found, f"{stage}: {found}"
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["index", *(stage[:2] for stage in STAGES)])
+def test_a_page_fits_a_window_and_a_phone_in_light_and_dark_colours(page, pages, name):
+    page.goto((pages / f"{name}.html").as_uri())
+    page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    parts = "[...document.querySelectorAll('.c, .note, .margin')]"
+    for width in (1400, 1000, 400):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(f"{parts}.every(part => part.scrollWidth <= part.clientWidth + 1)")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        style = "getComputedStyle(document.body)"
+        colors = [page.evaluate(f"{style}.{part}") for part in ("backgroundColor", "color")]
+        paper, ink = (sum(map(int, re.findall(r"\d+", color)[:3])) / 3 for color in colors)
+        assert paper > 200 > 90 > ink if scheme == "light" else paper < 60 < 160 < ink
+
+
+@pytest.mark.slow
+def test_keys_folds_notes_and_copies_work(page, pages):
+    page.goto((pages / "02.html").as_uri())
+    for key in "nnnp":
+        page.keyboard.press(key)
+    assert page.locator("#where").inner_text().startswith("2 / ")
+    line = page.locator(".l", has_text="dist.all_reduce(num_targets, group=data_group)")
+    note = line.locator("xpath=following-sibling::*[1]")
+    assert not note.locator("p").last.is_visible()
+    note.locator("summary").click()
+    assert note.locator("p").last.is_visible()
+
+    # What is copied is code alone: no number, no note, no removed line, nothing that is folded.
+    copied = page.evaluate("""() => {
+        getSelection().selectAllChildren(document.querySelector('main'))
+        const clipboardData = new DataTransfer()
+        document.dispatchEvent(new ClipboardEvent('copy', {clipboardData}))
+        return clipboardData.getData('text/plain')
+    }""").splitlines()
+    lines = iter(script("02-ddp").read_text().splitlines())
+    assert all(line in lines for line in copied), "the lines of the script in their order"
+    assert len(copied) == page.locator(".l:not(.del):visible").count() < 300
+    page.click("#all")
+    assert page.locator(".l:visible").count() == page.locator(".l").count() > 450

@@ -120,6 +120,19 @@ def save_config(folder, architecture, **sizes):
     return folder
 
 
+def save_one_sided(folder):
+    """A mixture whose routers choose experts 6 and 7 of 8 for each token."""
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config_of("gpt_oss", **sizes))
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.mlp.router.bias[:6], 0.0)
+        torch.nn.init.constant_(layer.mlp.router.bias[6:], 50.0)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
 def save_rows(folder, rows):
     """Rows of tokens in a folder, as prepare.py writes them."""
     folder.mkdir(parents=True)

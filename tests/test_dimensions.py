@@ -24,6 +24,7 @@ from conftest import (
     run,
     same_bits,
     save_config,
+    save_one_sided,
     save_rows,
     save_tokenizer,
 )
@@ -597,16 +598,7 @@ IMPATIENT = (BACKEND, f"{BACKEND}, timeout=timedelta(seconds=20)")
 
 @pytest.fixture(scope="module")
 def one_sided(tmp_path_factory):
-    """Flags of a model whose routers choose experts 6 and 7 for each token."""
-    folder = tmp_path_factory.mktemp("one-sided")
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config_of("gpt_oss", **GPT_OSS, vocab_size=1025))
-    for layer in model.model.layers:
-        torch.nn.init.constant_(layer.mlp.router.bias[:6], 0.0)
-        torch.nn.init.constant_(layer.mlp.router.bias[6:], 50.0)
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return ("-m", folder)
+    return ("-m", save_one_sided(tmp_path_factory.mktemp("one-sided")))
 
 
 @pytest.mark.law1

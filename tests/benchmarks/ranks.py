@@ -56,9 +56,11 @@ from conftest import (
     exact,
     load,
     metrics,
-    save_mixture,
-    with_a_short_sample,
+    mutant,
+    save_config,
+    save_one_sided,
 )
+from forked import SAMPLE
 from stages import script
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -197,8 +199,11 @@ def launch(ranks, path, *flags, **variables):
 
 def curve(ranks, stage, *flags, folder=None):
     """The metrics of a run of a stage, by step. Its text at the end is one token long."""
-    with locks["short samples"]:
-        path = with_a_short_sample(script(stage))
+    path = Path(os.environ["COURSE_HF_HOME"], stage, "train-llm.py")
+    with locks["copies"]:
+        if not path.exists():
+            mutant(path.parents[1], stage)
+            path.write_text(SAMPLE.sub("1", path.read_text()))
     with tempfile.TemporaryDirectory() as new_folder:
         named = ("-e", "run", "--save-dir", folder or new_folder)
         launch(ranks, path, *FLAGS, *exact(stage, ranks or 1), *flags, *named)
@@ -246,7 +251,7 @@ def mixture(num_experts_per_tok):
     folder = Path(os.environ["COURSE_HF_HOME"], f"mixture-{num_experts_per_tok}")
     with locks[folder]:
         if not folder.exists():
-            save_mixture(folder, num_experts_per_tok=num_experts_per_tok)
+            save_config(folder, "mixture", num_experts_per_tok=num_experts_per_tok)
     return ("-m", folder, "--from-scratch")
 
 
@@ -255,18 +260,7 @@ def one_sided():
     folder = Path(os.environ["COURSE_HF_HOME"], "one-sided")
     with locks[folder]:
         if not folder.exists():
-            sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-            sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}
-            sizes |= {"num_local_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0}
-            sizes["max_position_embeddings"] = 131072
-            write_model(folder, model_type="gpt_oss", **sizes)
-            config = transformers.AutoConfig.from_pretrained(folder)
-            torch.manual_seed(1)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-            for layer in model.model.layers:
-                torch.nn.init.constant_(layer.mlp.router.bias[:6], 0.0)
-                torch.nn.init.constant_(layer.mlp.router.bias[6:], 50.0)
-            model.save_pretrained(folder)
+            save_one_sided(folder)
     return ("-m", folder)
 
 

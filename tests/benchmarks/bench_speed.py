@@ -2,9 +2,7 @@
 
 import contextlib
 import json
-import math
 import os
-import resource
 import signal
 import statistics
 import subprocess
@@ -36,7 +34,7 @@ from bench_common import (
     torchrun,
     write_model,
 )
-from conftest import ROOT, load, metrics, save_tokenizer
+from conftest import ROOT, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROUNDS = 3
@@ -59,8 +57,6 @@ MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 1024, "moe_intermediate_siz
 MIXTURE |= {"num_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 16}
 MIXTURE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
 MIXTURE |= {"vocab_size": 151936, "tie_word_embeddings": True}
-# 264 M parameters, 1.06 GB in fp32, of which the tables of the vocabulary are a quarter.
-GIGABYTE = sizes(1024, 4096, 12, num_attention_heads=16, vocab_size=32000)
 TINY = sizes(128, 320, 3, vocab_size=1024, **TIED)
 # Name: sizes, sequence length, micro-batch, global batch, steps, of which to warm up.
 MODELS = {
@@ -565,85 +561,6 @@ def peaks(module, _):
     module.memory_gb = since_the_last_call
 
 
-def loading():
-    """Memory that a rank takes to load a pretrained model of 1 GB and to export it, and the time.
-
-    The most anonymous memory (not the files, which the system may drop), less what the process had
-    when it began. Loading ends when the parameters have their values. The forward pass that checks
-    the model in stage 08, which takes what any forward pass takes, comes after that."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder, "model"), **GIGABYTE)
-        config = transformers.AutoConfig.from_pretrained(model)
-        weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        weights.save_pretrained(model)
-        save_tokenizer(model)
-        del weights
-        ways = [(STAGE_02, 1, ()), *((STAGE_03, processes, ()) for processes in (1, 2, 4))]
-        ways += [(STAGE_08, 4, ("--stages", 2)), (STAGE_08, 4, ("--stages", 4))]
-        for stage, processes, more in ways:
-            log = Path(folder, "-".join([stage, str(processes), *map(str, more)]))
-            flags = ["-m", model, "-d", "dummy", "-s", 16, "--global-batch-size", 4]
-            flags += ["-b", 1, "--max-steps", 1, "--eval-sequences", 1]
-            flags += ["-e", "run", "--save-dir", log, *more]
-            call(command_of(stage, processes, flags, f"watched={log}"), **TRIM)
-            phases = [json.loads(Path(f"{log}-{rank}").read_text()) for rank in range(processes)]
-            row = [" ".join([stage[:2], *map(str, more)]), processes]
-            for phase in ("load", "export"):
-                # In stage 08 rank 0 exports alone.
-                megabytes = [f"{x[phase][0] / 1e6:,.0f}" for x in phases if phase in x]
-                others = sorted(megabytes[1:], key=lambda text: int(text.replace(",", "")))
-                row += [megabytes[0], " to ".join(dict.fromkeys([*others[:1], *others[-1:]]))]
-                row.append(f"{phases[0][phase][1]:.1f}")
-            rows.append([cell or "–" for cell in row])
-            print(rows[-1], flush=True)
-    head = ["stage", "processes", "loading: rank 0, MB", "the others, MB", "seconds"]
-    head += ["export: rank 0, MB", "the others, MB", "seconds"]
-    report("loading", head, rows)
-
-
-def watched(module, log):
-    """Writes for each rank the most memory of loading and of the export, and their seconds."""
-    phases = {}
-    anonymous = partial(memory_of_process, "RssAnon")
-    most = at_start = anonymous()
-    begin = time.perf_counter()
-
-    def watch():
-        nonlocal most
-        while True:
-            most = max(most, anonymous())
-            time.sleep(0.005)
-
-    def start():
-        nonlocal most, at_start, begin
-        most = at_start = anonymous()
-        begin = time.perf_counter()
-
-    def stop(phase):
-        phases[phase] = max(most, anonymous()) - at_start, time.perf_counter() - begin
-        Path(f"{log}-{os.environ['RANK']}").write_text(json.dumps(phases))
-
-    def load_model(*values, **named):
-        if "load" not in phases:
-            start()
-        return own_load_model(*values, **named)
-
-    def adamw(*values, **named):
-        stop("load")
-        return own_adamw(*values, **named)
-
-    def save(*values, **named):
-        start()
-        own_save(*values, **named)
-        stop("export")
-
-    own_load_model, module.load_model = module.load_model, load_model
-    own_adamw, module.torch.optim.AdamW = module.torch.optim.AdamW, adamw
-    own_save, module.save_final_model = module.save_final_model, save
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def start():
     """From the start of the process to the end of its first step, against imports and loading."""
     spent = {"stage 01": [], "load": []}
@@ -774,75 +691,4 @@ def recover(count, last_call):
         return [*parts, repeated, seen["new"] - killed]
 
 
-# The first run of the course, and what each of the others changes in it. But for the second, they
-# take about the same CPU time: the epochs make up for the size.
-FIRST_RUN = {"vocab_size": 1024, "tie_word_embeddings": True, "batch": 8, "lr": 2e-3} | TINY
-FIRST_RUN |= {"epochs": 10}
-BYTES = {"vocab_size": 257, "tie_word_embeddings": False, "epochs": 4}
-FIRST_RUNS = [
-    {},
-    {"epochs": 3},
-    BYTES,
-    BYTES | {"batch": 16},
-    {"vocab_size": 512, "epochs": 8},
-    {"vocab_size": 2048, "epochs": 11},
-    {"tie_word_embeddings": False},
-    {"batch": 16},
-    {"lr": 1e-3},
-    {"lr": 4e-3},
-    {"num_hidden_layers": 2, "epochs": 14},
-    {"num_hidden_layers": 5, "epochs": 7},
-    {"hidden_size": 192, "intermediate_size": 480, "epochs": 6},
-]
-
-
-def defaults():
-    """The first run of the course with other models, batches and rates, on one core."""
-    rows = []
-    for changes in FIRST_RUNS:
-        how = FIRST_RUN | changes
-        with tempfile.TemporaryDirectory() as folder:
-            results = first_run(Path(folder), **how)
-        row = [how[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")]
-        row += ["yes" if how["tie_word_embeddings"] else "no", how["batch"], f"{how['lr']:g}"]
-        rows.append([*row, how["epochs"], *results])
-        print(rows[-1], flush=True)
-    head = ["vocabulary", "hidden", "layers", "tied", "sequences of a step", "learning rate"]
-    head += ["epochs", "steps", "parameters", "CPU seconds", "eval/loss", "bits a byte"]
-    report("defaults", head, rows)
-
-
-def first_run(folder, vocab_size, batch, lr, epochs, **config):
-    """Stage 01 on its default data, with a tokenizer that was trained on them.
-
-    Returns steps, parameters, CPU seconds, the last eval/loss, and the bits of a held-out byte."""
-    module = load(STAGE_01)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "tiny")
-    tokenizer = tokenizer.train_new_from_iterator(
-        topics.values(), vocab_size=vocab_size, show_progress=False
-    )
-    config["num_attention_heads"] = config["hidden_size"] // 32
-    write_model(folder, vocab_size=math.ceil(vocab_size / 128) * 128, **config)
-    tokenizer.save_pretrained(folder)
-    flags = ["-m", folder, "--from-scratch", "-s", 256, "--global-batch-size", batch, "--lr", lr]
-    flags += ["--num-epochs", epochs, "-e", "run", "--save-dir", folder]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    out = call(command_of(STAGE_01, 1, flags))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    lines = metrics(folder / "run")
-    loss = lines[max(lines)]["eval/loss"]
-
-    # A target is longer in a larger vocabulary. So losses are compared for a byte of text.
-    texts = module.datasets.Dataset.from_dict({"text": module.python_docs()})
-    rows = [row.tolist() for row in module.pack(texts, "text", tokenizer, 256)["input_ids"]]
-    targets = [row[1:] for row in rows[-math.ceil(len(rows) / 20) :]]
-    texts = tokenizer.batch_decode(targets, skip_special_tokens=True)
-    num_bytes = sum(len(text.encode()) for text in texts)
-    bits = loss / math.log(2) * sum(map(len, targets)) / num_bytes
-    parameters = out.split(" parameters, ")[0].split()[-1]
-    print(out[out.index("\nprompt, ") :], flush=True)
-    return max(lines), parameters, f"{seconds:.0f}", f"{loss:.3f}", f"{bits:.3f}"
-
-
-PATCHES = {"peaks": peaks, "watched": watched, "stalls": stalls}
+PATCHES = {"peaks": peaks, "stalls": stalls}

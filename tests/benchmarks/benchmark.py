@@ -4,12 +4,10 @@ on one machine, contenders in turn.
 
     python tests/benchmarks/benchmark.py COMMAND
 
-    defaults    the first run with other models, batches, rates and tokenizers
     single      stage 01 against a bare loop and transformers.Trainer
     scaling     stages 02 and 03 against two of stage 01, and accelerate
     memory      state of a rank in stages 02 and 03
     accumulation  memory, traffic and speed with 1, 2 and 4 micro-batches in a step
-    loading     memory and time to load and to export a pretrained model of 1 GB
     start       start to first step, against imports and loading
     checkpoint  what a checkpoint costs the loop, beside it and in it
     recovery    from a kill to the first new step
@@ -74,12 +72,10 @@ def everything():
 
 
 COMMANDS = {
-    "defaults": bench_speed.defaults,
     "single": bench_speed.single,
     "scaling": bench_speed.scaling,
     "memory": bench_speed.memory,
     "accumulation": bench_speed.accumulation,
-    "loading": bench_speed.loading,
     "start": bench_speed.start,
     "checkpoint": bench_speed.checkpoint,
     "recovery": bench_speed.recovery,

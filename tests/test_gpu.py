@@ -1,36 +1,23 @@
 """What needs a CUDA device. On a machine without one these tests are skipped.
 
-With RANKS_ON_ONE_GPU=2 those for two GPUs run on one, which two ranks share (ranks.sh), or on a
-machine without a GPU on CPUs: `tests/benchmarks/gpu-2.sh 3`."""
+What needs several ranks, and so NCCL, is in benchmarks/ranks.py."""
 
-import os
-import signal
-import subprocess
-import sys
-
-import conftest
 import pytest
 import torch
 from conftest import (
-    ROOT,
     SMALL,
     assert_same_curve,
-    environment,
     metrics,
     mutant,
     run,
     save_tokenizer,
     script,
 )
-from nodes import FLAGS, INTERVAL, job, last_step, named, restarts, wait_until
 from transformers import LlamaConfig
 
-SHARED = int(os.environ.get("RANKS_ON_ONE_GPU", 0))
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() or SHARED), reason="there is no CUDA device here"
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 FEW = (*SMALL, "--max-steps", "20", "--log-freq", "1")
 STAGES = [("01-single-gpu", 1), ("02-ddp", 1), ("03-fsdp", 1), ("04-compression", 1)]
@@ -166,81 +153,3 @@ def test_a_checkpoint_moves_between_gpu_and_cpu(tmp_path):
     run("02-ddp", 1, *named, "--max-steps", "8")
     assert list(metrics(tmp_path / "a")) == list(range(1, 9))
     assert script("01-single-gpu").exists()
-
-
-# What no test on CPUs reaches: NCCL.
-
-NUMBER = SHARED or torch.cuda.device_count()
-two_gpus = pytest.mark.skipif(NUMBER < 2, reason="there are no two CUDA devices here")
-TWO = [("02-ddp", ()), ("03-fsdp", ()), ("04-compression", ("--shard-size", 1))]
-TWO += [("04-compression", ("--shard-size", 2)), ("05-multinode", ("--shard-size", 1))]
-TWO += [("07-tensor-parallel", ("--tensor-size", 2)), ("08-pipeline-parallel", ("--stages", 2))]
-TWO += [("09-context-parallel", ("--context-size", 2))]
-TWO += [("10-expert-parallel", ("--expert-size", 2))]
-
-
-@pytest.fixture(autouse=True)
-def ranks_that_share_a_gpu(monkeypatch):
-    """With RANKS_ON_ONE_GPU, ranks.sh starts the scripts that torchrun would start."""
-
-    def start(path, processes, *flags, cwd=None, **more):
-        if processes is None:
-            return start_one(path, None, *flags, cwd=cwd, **more)
-        command = ["timeout", "--kill-after", 60, 200]  # ranks that wait for each other
-        command += ["bash", ROOT / "tests/benchmarks/ranks.sh", processes, path, *flags]
-        return subprocess.Popen(
-            [str(word) for word in command],
-            env=environment(PYTHON=sys.executable, **more),
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    start_one = conftest.start
-    if SHARED:
-        monkeypatch.setattr(conftest, "fork", start)
-
-
-@two_gpus
-@pytest.mark.law1
-@pytest.mark.parametrize(("stage", "flags"), TWO)
-def test_two_gpus_give_the_curve_of_one(stage, flags, curve, model):
-    """With four of them, meshes of 2 × 2."""
-    if "--shard-size" in flags:
-        flags += ("--compression", "none")
-    few = (*FEW, "--dtype", "fp32", *model)
-    one = curve("01-single-gpu", 1, *few)
-    two = curve(stage, NUMBER, *few, *flags)
-    assert_same_curve(one, two, range(1, 21), rel_loss=1e-4, rel_norm=1e-2)
-
-
-@two_gpus
-@pytest.mark.parametrize("compression", ["dct", "int8"])
-def test_two_gpus_send_compressed_gradients(compression, curve):
-    few = (*FEW, "--shard-size", 1)
-    dense = curve("04-compression", NUMBER, *few, "--compression", "none")
-    sent = curve("04-compression", NUMBER, *few, "--compression", compression)
-    assert sent[20]["comm/bytes_per_step"] < 0.6 * dense[20]["comm/bytes_per_step"]
-    assert sent[20]["train/loss"] == pytest.approx(dense[20]["train/loss"], rel=0.1)
-
-
-@two_gpus
-@pytest.mark.skipif(SHARED > 0, reason="run.sh gives each worker a GPU: see ranks.py")
-@pytest.mark.law4
-def test_two_gpus_go_on_when_a_worker_is_killed(curve, tmp_path):
-    """From a checkpoint that was written beside the steps."""
-    with job(tmp_path, processes=2, NNODES="1", MAX_RESTARTS="1") as start_node:
-        node = start_node("A", *named(tmp_path), "--shard-size", 1)
-        wait_until(lambda: last_step(tmp_path / "a") > INTERVAL + 5, "some steps", [node])
-        node.workers()[1].kill()
-        wait_until(lambda: restarts(node), "a restart", [node])
-        wait_until(lambda: last_step(tmp_path / "a") > 2 * INTERVAL + 5, "more steps", [node])
-        node.signal(signal.SIGTERM)
-        assert node.wait() != 0
-    seen = metrics(tmp_path / "a")
-    assert list(seen) == list(range(1, last_step(tmp_path / "a") + 1))
-    flags = FLAGS[: FLAGS.index("--compression")]  # those of stage 01
-    one = curve("01-single-gpu", 1, *flags, "--max-steps", 2 * INTERVAL)
-    assert_same_curve(one, seen, one, rel_loss=1e-3, rel_norm=1e-1)

@@ -21,7 +21,7 @@ fi
 
 case ${1:-} in
   test)  # several at once: none needs more than a tenth of the GPU's memory
-    python3 -m pytest -m gpu -k "not two_gpus" -n 12 --durations=10 | tee "$OUT/gpu-test.txt"
+    python3 -m pytest -m gpu -n 12 --durations=10 | tee "$OUT/gpu-test.txt"
     ;;
   measure)
     python3 tests/benchmarks/benchmark.py gpu
@@ -37,14 +37,6 @@ case ${1:-} in
     ;;
   ranks-1 | ranks-2)
     python3 tests/benchmarks/ranks.py "${1#ranks-}"
-    ;;
-  ranks-3)
-    export RANKS_ON_ONE_GPU=2 TORCHINDUCTOR_COMPILE_THREADS=4
-    python3 -m pytest -m gpu -k two_gpus -n "${AT_ONCE:-2}" --durations=10 |
-      tee "$OUT/gpu-2-ranks-test.txt"
-    ;;
-  test-2)
-    python3 -m pytest -m gpu -k two_gpus -n 0 --durations=10 | tee "$OUT/gpu-2-test.txt"
     ;;
   measure-2)
     python3 tests/benchmarks/benchmark.py gpu-2

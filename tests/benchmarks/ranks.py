@@ -528,6 +528,30 @@ def node_leaves_and_joins(ranks):
     return f"{said}, {len(seen)} steps, the first one {seconds:.0f} s after the kill"
 
 
+def worker_is_killed(ranks):
+    """Stage 05 goes on from a checkpoint that was written beside the steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder, "a")
+
+        def until(steps):
+            nodes.TIMEOUT = max(1, case.end - time.monotonic())
+            nodes.wait_until(lambda: nodes.last_step(run_dir) > steps, f"step {steps}", [node])
+
+        with nodes.job(Path(folder), processes=ranks, NNODES="1", MAX_RESTARTS="1") as start_node:
+            node = start_node("A", *nodes.named(folder), "--device", DEVICE, "--shard-size", 1)
+            until(nodes.INTERVAL + 5)
+            node.workers()[1].kill()
+            nodes.wait_until(lambda: nodes.restarts(node), "a restart", [node])
+            until(2 * nodes.INTERVAL + 5)
+            node.signal(signal.SIGTERM)
+            expect(node.wait() != 0, "a node that was stopped ended with 0")
+        seen = metrics(run_dir)
+    expect(list(seen) == list(range(1, len(seen) + 1)), f"not each step once: {list(seen)}")
+    flags = nodes.FLAGS[: nodes.FLAGS.index("--compression")]  # those of stage 01
+    one = known_curve(None, STAGE_01, *flags, "--max-steps", 2 * nodes.INTERVAL)
+    return same_curve(one, seen, one, factor=10)
+
+
 def fp32_case(ranks, stage, *flags):
     name = " ".join([stage, "in fp32", *map(str, flags)])
     if stage == STAGE_10:
@@ -590,6 +614,7 @@ def check():
         cases.append((ONE_RANK, ranks, experts_of_one_rank, 2))
     cases += [replicas_case(ranks, mode, 1) for mode in ("dct", "int8")]
     cases.append(("05, save beside the steps, resume", ranks, resume))
+    cases.append(("05, a worker is killed", ranks, worker_is_killed))
     return cases + [(f"{stage} in bf16", ranks, in_bf16, stage) for stage in LATER]
 
 

@@ -38,7 +38,7 @@ TOYS["01-single-gpu"] = ROOT / "01-single-gpu" / "skeleton.py"
 LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port"
 LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
 LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
-LAUNCHERS += " --index-url --picture --additional-suffix --signals-to-handle --mem --time"
+LAUNCHERS += " --index-url --picture --additional-suffix --signals-to-handle --mem --time --collect-only"
 for program in ("plan.py", "prepare.py", "compare.py", "read.py", "05-multinode/submit.py"):
     parser = (ROOT / program).read_text().rpartition("ArgumentParser(")[2]
     LAUNCHERS += " " + " ".join(re.findall(r'"(--[a-z-]+)"', parser))
@@ -243,10 +243,10 @@ def unknown_flags(name, text):
 
 def unknown_measurements(name, text):
     """Names behind tests/benchmarks/benchmark.py and traps.py that are none of their commands."""
-    folder = ROOT / "tests" / "benchmarks"
-    known = "".join(path.read_text() for path in folder.glob("*.py"))
-    named = re.findall(r"benchmarks/(?:benchmark|traps)\.py ([a-z][\w-]*)", text)
-    named = [re.sub(r"-\d\d$", "", command) for command in named]  # lines-02: those of stage 02
+    known = (ROOT / "tests" / "benchmarks" / "benchmark.py").read_text()
+    known += "".join(f'"{stage[:2]}"' for stage in STAGES)
+    text = re.sub(r"git checkout \w+`?(,| &&)[^|]*?\.py [\w -]+", "", text)  # of the history
+    named = re.findall(r"benchmarks/(?:benchmark|traps)\.py (\w[\w-]*)", text)
     return [f"{command} is no command" for command in named if f'"{command}"' not in known]
 
 

@@ -93,7 +93,8 @@ def test_fine_tuning_starts_at_the_pretrained_loss(stage, processes, pretrained,
     assert expected < math.log(1024) - 0.5
     losses = curve(stage, processes, *FEW, "-m", folder)
     assert losses[1]["train/loss"] == pytest.approx(expected, rel=1e-5)
-    assert_same_curve(curve("01-single-gpu", 1, *FEW, "-m", folder), losses, range(1, 5))
+    one = curve("01-single-gpu", 1, *FEW, "-m", folder)
+    assert_same_curve(one, losses, range(1, 5), learns=False)
 
 
 def test_lr_defaults_to_less_with_loaded_weights(pretrained, curve):

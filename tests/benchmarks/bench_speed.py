@@ -572,6 +572,7 @@ def start():
         for line in process.stdout:
             if line.startswith("step     1/"):
                 spent["stage 01"].append(time.time() - process.create_time())
+                process.kill()
         process.wait()
         with tempfile.TemporaryDirectory() as folder:
             model = write_model(Path(folder), **TINY)

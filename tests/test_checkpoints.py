@@ -272,7 +272,7 @@ def test_a_parameter_without_a_gradient(tmp_path, curve):
     config = BartConfig(vocab_size=1024, decoder_attention_heads=2, **sizes, pad_token_id=0)
     config.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
-    flags = (*STEADY, "--lr", "5e-3", "-m", tmp_path / "model", "--from-scratch")
+    flags = (*STEADY, "-m", tmp_path / "model", "--from-scratch")
     whole = curve("01-single-gpu", 1, *flags, "--max-steps", 6)
     run("01-single-gpu", 1, *flags, *named(tmp_path), "--max-steps", 3)
     saved = FileSystemReader(tmp_path / "a" / "step-00000003").read_metadata().state_dict_metadata
@@ -280,7 +280,7 @@ def test_a_parameter_without_a_gradient(tmp_path, curve):
     assert any("encoder_attn" in name for name in unused)
     out = run("03-fsdp", 2, *flags, *named(tmp_path), "--max-steps", 6).out
     assert re.search(r"the moments of \d+ parameters begin anew", out)
-    assert_same_curve(whole, metrics(tmp_path / "a"), range(1, 7))
+    assert_same_curve(whole, metrics(tmp_path / "a"), range(1, 7), learns=False)
 
 
 @pytest.mark.law3

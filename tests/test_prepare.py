@@ -489,7 +489,7 @@ def test_strategies(made, tokenizer, tmp_path):
     lengths = [0, 1, 62, 63, 64, 127, 25_000, 250_000] + [draw.randint(1, 300) for _ in range(99)]
     draw.shuffle(lengths)
     texts = ["".join(draw.choices("ab\n", k=length)) for length in lengths]
-    texts += ["one line " * 9000, *(f"{i} " * (i % 5 + 1) for i in range(3000))]
+    texts += [*(f"{i} " * (i % 5 + 1) for i in range(3000)), "one line " * 40_000]
     path = write(tmp_path / "d.jsonl", [{"text": text} for text in texts])
     ids = [np.array(tokenizer(text + END)["input_ids"]) for text in texts if text]
     joined = np.concatenate(ids)

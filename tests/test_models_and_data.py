@@ -161,7 +161,7 @@ def test_blocks_of_any_architecture(make, tmp_path, curve):
     save_tokenizer(tmp_path / "m")
     flags = (*FEW, "-m", tmp_path / "m", "--from-scratch", "--activation-checkpointing")
     one = curve("01-single-gpu", 1, *flags)
-    assert_same_curve(one, curve("03-fsdp", 2, *flags), range(1, 5))
+    assert_same_curve(one, curve("03-fsdp", 2, *flags), range(1, 5), learns=False)
 
 
 def test_bert_reads_no_token_that_it_has_to_predict(stage_01, tmp_path):

@@ -112,7 +112,7 @@ def test_shards_that_are_read_give_the_curve_of_stage_01(name, saved, curve):
     """With buffers, which are in no file: rotary frequencies, the scale of Gemma's embeddings."""
     flags = (*ONE_STEP, "--max-steps", "3", "-m", saved(name))
     one = curve("01-single-gpu", 1, *flags)
-    assert_same_curve(one, curve("03-fsdp", 2, *flags), range(1, 4))
+    assert_same_curve(one, curve("03-fsdp", 2, *flags), range(1, 4), learns=False)
 
 
 @pytest.mark.law1
@@ -125,11 +125,8 @@ def test_weights_in_a_pickle(saved, tmp_path, curve):
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     save_tokenizer(folder)
     flags = (*ONE_STEP, "--max-steps", "3", "-m")
-    assert_same_curve(
-        curve("01-single-gpu", 1, *flags, saved("gpt2")),
-        curve("03-fsdp", 2, *flags, folder),
-        range(1, 4),
-    )
+    one = curve("01-single-gpu", 1, *flags, saved("gpt2"))
+    assert_same_curve(one, curve("03-fsdp", 2, *flags, folder), range(1, 4), learns=False)
 
 
 @pytest.mark.parametrize(

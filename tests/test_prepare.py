@@ -34,12 +34,12 @@ MARKED = SHORT.replace("m.content", '"" }}{% generation %}{{ m.content }}{% endg
 # It writes reasoning into the last answer only, as templates of reasoning models do.
 THINKS = SHORT.replace('">"', '(">" if m.role == "user" or not loop.last else "><think>")')
 ASKS_TO_THINK = SHORT.replace('"a>"', '"a><think>"')  # which an answer may lack
-TOOLS = SHORT.replace("m.content", 'm.content + (m.tools or "")')
+TOOLS = SHORT.replace("m.content", 'm.content + ("T" if m.tools is defined else "")')
 CALLS = SHORT.replace("m.content", 'm.content + (m.tool_calls | tojson if m.tool_calls else "")')
 # As Mistral's, which often omits the system's messages, and Qwen's, those of an unknown role.
 OMITS = SHORT.replace("endfor", "endif -%}{%- endfor")
 OMITS = OMITS.replace("{{ m", '{%- if m.role in ("user", "assistant") -%}{{ m')
-REFUSES = "{{ raise_exception('too long') if messages | length > 3 }}" + THINKS
+REFUSES = "{{ raise_exception('too long') if messages | length > 5 }}" + THINKS
 ROLES = {"s": "system", "u": "user", "a": "assistant", "n": "narrator"}
 SHAREGPT = {"s": "system", "u": "human", "a": "gpt"}
 
@@ -56,6 +56,7 @@ FREE = {"role": "assistant", "content": "b", "weight": 0}
 CALL = {"role": "assistant", "tool_calls": [4, 0.5, "4"]}
 ALPACA = {"instruction": "q", "input": "", "output": "a", "text": "b"}
 ASKED = "### Instruction:\nq\n\n### Response:\n"
+ASKED_OF = ASKED.replace("q", "q\n\ni")
 LONG = "s>Be brief.;u>Größe? 😀;a>groß 😀;u>Sure?;a>Yes.;"
 LONG_MARKED = "s>Be brief.;u>Größe? 😀;a>⟦groß 😀;⟧u>Sure?;a>⟦Yes.;⟧"
 TEXT = [" ".join(random.Random(i).choices(["one", "two", "six", "ten"], k=30)) for i in range(200)]
@@ -148,14 +149,13 @@ def call(data, out, *flags):
 
 
 DOCUMENTS = {
-    "all of a text": (None, {"text": "a"}, f"⟦a{END}⟧"),
     "--text-column text": (None, ALPACA, f"⟦b{END}⟧"),
     "--train-on-prompt": (None, ALPACA, f"⟦{ASKED}a{END}⟧"),
     "Alpaca, also with a text": (None, ALPACA, f"{ASKED}⟦a{END}⟧"),
     "two strings": (SHORT, {"prompt": "1 + 1 =", "completion": " 2"}, f"1 + 1 =⟦ 2{END}⟧"),
     "no prompt": (None, {"prompt": None, "completion": "a"}, f"⟦a{END}⟧"),
     "no input": (None, {"instruction": "q", "output": "a"}, f"{ASKED}⟦a{END}⟧"),
-    "input": (None, {"instruction": "", "input": "q", "output": 4}, f"{ASKED}⟦4{END}⟧"),
+    "input": (None, {"instruction": "q", "input": "i", "output": 4}, f"{ASKED_OF}⟦4{END}⟧"),
     "null input": (None, {"instruction": "q", "input": None, "output": "a"}, f"{ASKED}⟦a{END}⟧"),
     "no template": (None, {"messages": chat("s>s;u>q;a>a")}, f"### System:\ns\n\n{ASKED}⟦a{END}⟧"),
     "turns": (None, {"messages": QA * 2}, f"{ASKED}⟦a{END}⟧\n\n{ASKED}⟦a{END}⟧"),
@@ -208,7 +208,7 @@ LEFT_OUT = {
     ": an answer is empty": (SHORT, chat("u>q;a> ")),
     f": a message has the special token {END}": (SHORT, chat(f"u>q{END};a>a")),
     ": the chat template does not write a message of: system": (OMITS, chat(LONG)),
-    ", the chat template says: too long": (REFUSES, QA * 2),
+    ", the chat template says: too long": (REFUSES, QA * 3),
 }
 
 
@@ -243,8 +243,9 @@ def test_special_tokens_that_are_there_are_not_added(form, begin, made, tokenize
     around = TemplateProcessing(single=form, special_tokens=special_tokens)
     tokenizer.backend_tokenizer.post_processor = around
     texts = ["ab", f"{begin}ab", f"ab{END}", f"{begin}ab{END}"]
-    more = [f"a{begin}b", "a" * 45_000, "ab\n" * 15_000]
+    more = [f"a{begin}b", "a" * 40_000, "ab\n" * 15_000]
     path = write(tmp_path / "d.jsonl", [{"text": text} for text in [*texts, *more]])
+    assert len([*prepare.pieces_of({"text": more[2]}, ("text",), "row 1")]) > 3
     rows, said = made(path, *EACH, "-s", 50_000)
     expected = [f"⟦{begin}{text}{END}⟧" for text in ["ab"] * 4 + more]
     assert marked(rows, tokenizer) == expected
@@ -310,7 +311,7 @@ def test_values_are_those_of_the_file(ending, made, tokenizer, tmp_path):
     assert ("1 left out: no text" in said) == (ending == ".csv")
 
 
-ALL = "a b.txt, below/a.txt, b.jsonl, c[1].txt, part-00000-of-00001.txt, Train.csv, my test.txt"
+ALL = "a b.txt, below/a.txt, b.jsonl, c[1].txt, part-00000-of-00001.txt, Train.csv, tests.txt"
 FOLDERS = {  # the files of the split train and of validation, others, what is said of them
     "all formats": (ALL, "", "e.md, link, LICENSE", "not read: LICENSE, e.md, link\n"),
     "hidden files": ("a.txt", "", ".b.txt, .c/d.txt", ""),
@@ -388,7 +389,7 @@ BAD = [  # the flags after -d, what is in this file, and what is said
     ("d.jsonl --train-on-prompt", [RIGHT], "--train-on-prompt: these rows are tokens: give them"),
     *(("d.jsonl", [RIGHT] * 9 + [RIGHT | row], f"d.jsonl: row 10{line}") for row, line in TOKENS),
     *(("d.jsonl", [RIGHT | {"labels": x}], f"d.jsonl: row 1{line}") for x, line in LABELLED),
-    ("d.saved", [RIGHT | {"labels": []}], f"train: row 1: it has 0 labels for 3 {LABELS}"),
+    ("d.saved", [RIGHT | {"labels": None}], f"train: row 1: it has 0 labels for 3 {LABELS}"),
     ("d.jsonl", [{**RIGHT, "labels": [1, 2, 3], "a": [0, 1, 1]}], "d.jsonl: row 1: the column a"),
 ]
 
@@ -409,12 +410,12 @@ def test_one_line_says_what_is_wrong(flags, content, line, made, tmp_path):
 @pytest.mark.law5
 def test_a_tokenizer_in_python_cannot_mark_answers(made, tmp_path):
     transformers.ByT5Tokenizer().save_pretrained("m")
-    path = write(tmp_path / "d.jsonl", [ALPACA] * 99)
-    flags = (path, "-s", 64, "-m", "m")
+    flags = (write(tmp_path / "d.jsonl", [ALPACA] * 99), "-s", 64, "-m", "m")
     with pytest.raises(SystemExit, match="error: -m m: its tokenizer has no tokenizer.json and ca"):
         made(*flags)
     made(*flags, "-o", "a", "--text-column", "text")
-    made(*flags, "-o", "b", "--train-on-prompt")
+    _, said = made(*flags, "-o", "b", "--train-on-prompt")
+    assert "training on instruction, output; columns not used: text\n" in said
 
 
 @pytest.mark.law5
@@ -554,8 +555,7 @@ def test_a_process_ends_with_a_line(name, tmp_path):
     temporary = prepare.lock_out(tmp_path / "used")  # it is locked as long as this process lives
     (temporary / "used").mkdir()
     result = call(tmp_path / data, tmp_path / out, "--num-proc", 2)
-    assert result.returncode == 1
-    assert line.format(tmp_path) in result.err
+    assert result.returncode == 1 and line.format(tmp_path) in result.err
     assert ("Traceback" in result.err) == (name == "missing")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".prepare-used", "d"]
     assert (temporary / "used").exists()

@@ -352,6 +352,7 @@ def mutant(folder, stage, *edits):
     for old, new in edits:
         assert text.count(old) == 1, f"{stage} has {text.count(old)} times: {old}"
         text = text.replace(old, new)
+    compile(text, stage, "exec")  # a copy with a mistake in its syntax proves nothing
     path = Path(folder) / stage / "train-llm.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)

@@ -200,7 +200,7 @@ def test_compiled_as_eager(curve, from_scratch, masked_data, tmp_path, stage):
     tokens would compute with the code of another (pytorch#188390)."""
     architecture, sizes = MODELS[stage]
     sizes = {"num_experts_per_tok": 8} if stage == EXPERT else sizes
-    flags = (*FEW, *BATCH.get(stage, ()), *COMPILED[stage], *from_scratch(architecture, **sizes))
+    flags = (*SIX, *BATCH.get(stage, ()), *COMPILED[stage], *from_scratch(architecture, **sizes))
     flags += () if stage == TENSOR else ("-d", masked_data)
     eager = curve(ONE, 1, *flags)
     flags += exact(stage, 2) if stage in (TENSOR, PIPELINE) else ("--no-reshard-after-forward",)

@@ -164,14 +164,18 @@ def data_args(name, seq_length, text_column="text"):
     )
 
 
-def environment(**more):
-    """The environment of a run: one thread, no network, no account, a cache of the test's own."""
+def environment(short=True, **more):
+    """The environment of a run: one thread, no network, no account, a cache of the test's own. In
+    tests the default text is a part of the script's, see support/short; with `short` False not."""
     dropped = ("COMET", "HF_", "TORCHELASTIC", "MASTER_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
     clean = {k: v for k, v in AT_START.items() if not k.startswith(dropped) and k not in names}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     # More are processes that import torch first.
     clean.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    if short and "PYTEST_VERSION" in os.environ:  # and not in a benchmark
+        path = [more.get("PYTHONPATH", ""), str(SUPPORT / "short")]
+        more["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     return clean | {"HF_HOME": os.environ["COURSE_HF_HOME"]} | more
 
 

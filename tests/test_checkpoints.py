@@ -457,7 +457,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path):
 def test_a_second_run_with_the_same_name_is_refused(tmp_path):
     """At once. The first one goes on, and a kill releases the folder."""
     flags = (*SMALL, *named(tmp_path), "--log-freq", "1", "--ckpt-freq", "5")
-    first = fork(script("01-single-gpu"), None, *flags, "--max-steps", 100000)
+    first = fork(script("01-single-gpu"), None, *flags, "--num-epochs", 9999)
     deadline = time.monotonic() + 300
     while not list(tmp_path.glob("a/step-????????")):
         assert first.poll() is None
@@ -469,7 +469,7 @@ def test_a_second_run_with_the_same_name_is_refused(tmp_path):
     assert first.poll() is None
     end(first)
     last = max(metrics(tmp_path / "a"))
-    run("01-single-gpu", 1, *flags, "--max-steps", last + 5)
+    run("01-single-gpu", 1, *flags, "--num-epochs", 9999, "--max-steps", last + 5)
     assert list(metrics(tmp_path / "a")) == list(range(1, last + 6))
 
 

@@ -73,12 +73,17 @@ def graphs(stage, path, *flags):
 # Each architecture on stage 01, and each stage with one or two of them.
 CASES = [("01-single-gpu", name) for name in CONFIGS]
 CASES += [("02-ddp", "llama"), ("03-fsdp", "gemma3")]
-QUICK = [("01-single-gpu", "llama"), ("02-ddp", "llama")]
-CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+# Every second one checkpoints activations too, and the first one does both.
+AGAIN = ("--activation-checkpointing",)
+CASES = [(*case, AGAIN if i % 2 else ()) for i, case in enumerate(CASES)]
+QUICK = [("01-single-gpu", "llama", ()), ("01-single-gpu", "llama", AGAIN)]
+CASES = [
+    *QUICK,
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case != QUICK[0]),
+]
 
 
-@pytest.mark.parametrize("more", [(), ("--activation-checkpointing",)])
-@pytest.mark.parametrize(("stage", "name"), CASES)
+@pytest.mark.parametrize(("stage", "name", "more"), CASES)
 def test_a_block_is_compiled_once_per_batch_size(stage, name, more, tmp_path):
     """Not once per layer, and in stage 02 not in pieces for DDP. A short micro-batch has code of
     its own, and the full ones keep theirs. Without gradients, in the evaluation, each is compiled

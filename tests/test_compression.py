@@ -188,6 +188,7 @@ def test_none_equals_pytorchs_own_hybrid_sharding(tmp_path, processes, shard_siz
 
 @pytest.mark.law3
 @pytest.mark.law4
+@pytest.mark.slow
 def test_a_compressed_run_resumes_to_the_last_bit(tmp_path, curve):
     """The hook keeps nothing from step to step, so a checkpoint holds nothing of it. Another mesh
     takes it up, too."""

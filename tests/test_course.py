@@ -10,7 +10,7 @@ import tempfile
 import zlib
 from itertools import groupby
 from pathlib import Path
-from pydoc_data.topics import topics
+from pydoc_data.topics import all_topics
 
 import commands
 import pytest
@@ -21,7 +21,7 @@ from test_stages import changed_lines, git_diff
 pytestmark = pytest.mark.law6
 
 # Whether the default data are those of Python 3.11.7, with which the documents' runs were made.
-SAME_TEXT = zlib.crc32("".join(topics.values()).encode()) == 3328411364
+SAME_TEXT = zlib.crc32("".join(all_topics.values()).encode()) == 3328411364
 BELOW = {stage: below for below, stage in PAIRS}
 CHAPTERS = [f"{stage}/README.md" for stage in STAGES]
 # The second file of a chapter: what is not on its main path.
@@ -87,7 +87,7 @@ def copy_of_the_repository(folder):
 def bash(block, folder, programs):
     """Runs a block as it stands, with `python` and `torchrun` of support/commands.py, small runs
     (support/small)."""
-    variables = environment(PYTHONPATH=str(SUPPORT / "small"))
+    variables = environment(short=False, PYTHONPATH=str(SUPPORT / "small"))
     interpreter = Path(sys.executable).parent
     variables["PATH"] = os.pathsep.join(map(str, [programs, interpreter, variables["PATH"]]))
     how = {"cwd": folder, "env": variables, "stdin": subprocess.DEVNULL, "text": True}

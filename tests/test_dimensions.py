@@ -252,7 +252,7 @@ MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     ("stage", "processes", "tied"),
     [
         (TENSOR, 2, True),
-        (PIPELINE, 4, True),
+        pytest.param(PIPELINE, 4, True, marks=slow),
         pytest.param(PIPELINE, 4, False, marks=slow),
         pytest.param(CONTEXT, 4, True, marks=slow),
         pytest.param(EXPERT, 4, False, marks=slow),
@@ -875,6 +875,7 @@ def test_a_sample_goes_on_where_the_ranks_cannot_share_its_prompt(tmp_path):
 
 
 @pytest.mark.law4
+@slow
 def test_a_pipeline_stage_that_is_killed_ends_the_run(tmp_path, curve, from_scratch):
     """The others wait for what it would have sent. torchrun ends them, and the run goes on from
     its newest checkpoint."""

@@ -163,6 +163,7 @@ def test_the_node_that_serves_the_store_dies(curve, tmp_path):
         stop(tmp_path, curve, *nodes)
 
 
+@pytest.mark.slow
 def test_a_worker_is_killed_and_later_one_is_asked_to_stop(curve, tmp_path):
     """The first costs the steps since the last checkpoint. The second, by SIGTERM, none: the other
     worker knows nothing of it but the count, and both leave the process group in order."""

@@ -35,7 +35,9 @@ def serve(listener, fork):
             # A shell that is killed does not wait for its answer.
             with suppress(OSError), connection, connection.makefile("rwb") as file:
                 number, words, cwd, variables = json.loads(file.readline())
-                run = fork(Path(cwd, words[0]), number, *words[1:], cwd=cwd, **variables)
+                run = fork(
+                    Path(cwd, words[0]), number, *words[1:], cwd=cwd, short=False, **variables
+                )
                 out, err = run.communicate()
                 file.write(json.dumps([run.returncode, out, err]).encode())
 

@@ -17,7 +17,7 @@ from conftest import ROOT, SMALL, TIMEOUT, assert_same_curve, end, environment, 
 RUN = ROOT / "05-multinode" / "run.sh"
 INTERVAL = 20
 ALONE = (*SMALL, "--log-freq", "1", "--dtype", "fp32", "--lr-scheduler", "constant")
-ALONE += ("--warmup-steps", "5", "--seed", "3", "--ckpt-freq", INTERVAL)
+ALONE += ("--warmup-steps", "5", "--seed", "3", "--ckpt-freq", INTERVAL, "--num-epochs", 9999)
 FLAGS = (*ALONE, "--compression", "none", "--timeout", "60")
 
 

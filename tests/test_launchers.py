@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, assert_same_curve, metrics
+from conftest import ROOT, assert_same_curve, environment, metrics
 from nodes import (
     ALONE,
     RUN,
@@ -39,7 +39,7 @@ class Job:
         for name in [name for name in variables if name.startswith(("COMET", "MASTER_"))]:
             del self.variables[name]
         self.variables |= {"LAST_CALL": "10", "HF_HOME": os.environ["COURSE_HF_HOME"]}
-        self.variables |= {"OMP_NUM_THREADS": "1"}
+        self.variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": environment()["PYTHONPATH"]}
         flags = named(folder, steps)[2:]  # the name is that of the job
         output = f"--output={folder}/job.log"
         submit = ["sbatch", "--parsable", "--job-name=a", output, "train-llm.sbatch", *flags]
@@ -292,6 +292,7 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         names = [name for name in variables if name.startswith(("COMET", "MASTER_", "TORCHEL"))]
         variables = {k: v for k, v in variables.items() if k not in names}
         variables |= {"HF_HOME": os.environ["COURSE_HF_HOME"], "OMP_NUM_THREADS": "1"}
+        variables["PYTHONPATH"] = environment()["PYTHONPATH"]
         folder = ROOT / "05-multinode"
         command = [sys.executable, folder / "submit.py", folder / "train-llm.py", "-e", "a"]
         command += ["--nodes", 2, "--logs", tmp_path / "logs", "--save-dir", tmp_path]

@@ -266,8 +266,8 @@ def main(args):
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and not n.endswith("bias")]
+    vectors = [p for n, p in model.named_parameters() if p.ndim < 2 or n.endswith("bias")]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -338,7 +338,7 @@ def main(args):
         # batch does not dominate the moments of AdamW for many steps.
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        lr = args.lr * lr_factor(step, args.lr_scheduler, warmup_steps, total_steps)
+        lr = args.lr * lr_factor(step, args.lr_scheduler, args.lr_cycles, warmup_steps, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         scaler.step(optimizer)
@@ -496,16 +496,16 @@ def sum_cross_entropy(logits, targets):
     return loss.to_local()  # a DTensor, as the logits are: each rank has the whole sum
 
 
-def lr_factor(step, schedule, warmup_steps, total_steps):
+def lr_factor(step, schedule, cycles, warmup_steps, total_steps):
     """The learning rate of a step as a share of --lr. It needs no state of the steps before.
 
     Steps count from 1. The share rises in the steps of the warm-up, is 1 in the one after it, and
-    then falls, so that it would be 0 one step after the last, or is constant."""
+    then is constant, or falls from 1, so that it would be 0 one step later, in each of `cycles`."""
     if step <= warmup_steps:
         return step / (warmup_steps + 1)
     if schedule == "constant":
         return 1.0
-    progress = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
+    progress = cycles * (step - 1 - warmup_steps) / (total_steps - warmup_steps) % 1
     if schedule == "linear":
         return 1 - progress
     return (1 + math.cos(math.pi * progress)) / 2
@@ -808,6 +808,7 @@ def parse_args():
     add("--max-steps", type=int, help="end the run here, if the epochs do not end before")
     add("--lr", type=float, help="learning rate after the warm-up")
     add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine", help="decay")
+    add("--lr-cycles", type=int, default=1, help="how many times the rate falls")
     add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
     add("--weight-decay", type=float, help="of matrices")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
@@ -823,11 +824,10 @@ def parse_args():
     # Some defaults depend on other flags, so these are read first.
     if args.device == "cpu":
         parser.set_defaults(dtype="fp32", compile=False)
-    is_tiny = args.model_name == "tiny"
-    if not (is_tiny or args.from_scratch):
+    if args.model_name != "tiny" and not args.from_scratch:
         parser.set_defaults(**PRETRAINED)
     args = parser.parse_args(given)
-    if is_tiny:
+    if args.model_name == "tiny":
         args.model_name, args.from_scratch = str(TINY), True
     for name, value in vars(args).items():
         may_be_0 = name in ("seed", "warmup_steps", "weight_decay")

@@ -28,10 +28,11 @@ from conftest import (
     mutant,
     packed,
     run,
+    save_one_sided,
     save_rows,
     save_tokenizer,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_course import SAME_TEXT
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
@@ -267,6 +268,20 @@ def test_the_bias_of_a_router_stays_fp32_in_a_bf16_export(stage, processes, tmp_
     weights = load_file(tmp_path / "a" / "final_model" / "model.safetensors")
     assert torch.equal(weights[name], bias)
     assert weights["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+
+def test_biases_of_experts_have_no_weight_decay(tmp_path):
+    """They are stacked, so that they have two dimensions. Here the decay is a tenth in one step."""
+    path = save_one_sided(tmp_path / "m") / "model.safetensors"
+    before = {name: torch.ones_like(tensor) for name, tensor in load_file(path).items()}
+    save_file(before, path, metadata={"format": "pt"})
+    flags = (*FEW, "--max-steps", "1", "-m", tmp_path / "m", "-e", "a", "--save-dir", tmp_path)
+    run("01-single-gpu", 1, *flags, "--warmup-steps", 0, "--lr", "1e-6", "--weight-decay", "1e5")
+    after = load_file(tmp_path / "a" / "final_model" / "model.safetensors")
+    for name, tensor in after.items():
+        decays = tensor.ndim > 1 and not name.endswith("bias")
+        assert tensor.flatten()[0].item() == pytest.approx(0.9 if decays else 1, abs=1e-4), name
+    assert any(tensor.ndim == 2 and name.endswith("_bias") for name, tensor in after.items())
 
 
 def test_an_evaluation_without_targets_costs_no_checkpoint(tmp_path):

@@ -101,7 +101,7 @@ def test_an_evaluation_loads_one_micro_batch_at_a_time(stages, world_size, monke
     assert sorted(seen) == list(range(len(DATA)))
 
 
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "cosine_with_restarts"])
 @pytest.mark.parametrize("warmup", [0, 5])
 def test_the_learning_rate_is_a_function_of_the_step(stages, name, warmup):
     """That of transformers, with a warm-up from step 0 and an end after the last step, so that the
@@ -109,7 +109,12 @@ def test_the_learning_rate_is_a_function_of_the_step(stages, name, warmup):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     of_transformers = "constant_with_warmup" if name == "constant" else name
     schedule = transformers.get_scheduler(of_transformers, optimizer, warmup + 1, 41)
-    factors = [stages["01-single-gpu"].lr_factor(step, name, warmup, 40) for step in range(1, 41)]
+    cycles = 1
+    if name == "cosine_with_restarts":
+        name, cycles = "cosine", 3
+        schedule.lr_lambdas[0].keywords["num_cycles"] = 3
+    lr_factor = stages["01-single-gpu"].lr_factor
+    factors = [lr_factor(step, name, cycles, warmup, 40) for step in range(1, 41)]
     assert factors == pytest.approx([schedule.lr_lambdas[0](step) for step in range(1, 41)])
     assert factors[warmup] == 1
     assert all(factor > 0 for factor in factors)

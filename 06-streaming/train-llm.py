@@ -238,8 +238,8 @@ def main(args):
 
     # Optimizer. Matrices, embeddings among them, have weight decay. Biases and norm weights do not.
     # `fused` updates all parameters in a few kernels instead of several for each parameter.
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    matrices = [p for n, p in model.named_parameters() if p.ndim >= 2 and not n.endswith("bias")]
+    vectors = [p for n, p in model.named_parameters() if p.ndim < 2 or n.endswith("bias")]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -343,7 +343,7 @@ def main(args):
         # batch does not dominate the moments of AdamW for many steps.
         scaler.unscale_(optimizer)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        lr = args.lr * lr_factor(step, args.lr_scheduler, warmup_steps, total_steps)
+        lr = args.lr * lr_factor(step, args.lr_scheduler, args.lr_cycles, warmup_steps, total_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
         scaler.step(optimizer)
@@ -696,16 +696,16 @@ def sum_cross_entropy(logits, targets):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def lr_factor(step, schedule, warmup_steps, total_steps):
+def lr_factor(step, schedule, cycles, warmup_steps, total_steps):
     """The learning rate of a step as a share of --lr. It needs no state of the steps before.
 
     Steps count from 1. The share rises in the steps of the warm-up, is 1 in the one after it, and
-    then falls, so that it would be 0 one step after the last, or is constant."""
+    then is constant, or falls from 1, so that it would be 0 one step later, in each of `cycles`."""
     if step <= warmup_steps:
         return step / (warmup_steps + 1)
     if schedule == "constant":
         return 1.0
-    progress = (step - 1 - warmup_steps) / (total_steps - warmup_steps)
+    progress = cycles * (step - 1 - warmup_steps) / (total_steps - warmup_steps) % 1
     if schedule == "linear":
         return 1 - progress
     return (1 + math.cos(math.pi * progress)) / 2
@@ -798,16 +798,20 @@ def load_tokenizer(model_name, dataset_name):
 def load_data(args, config, tokenizer):
     """Returns the documents to train on, sequences to evaluate on, and their length.
 
-    To evaluate on: the split validation or test, or else about every twentieth document."""
+    To evaluate on: --eval-files, the split validation or test, or about every 20th document."""
     name, path = args.dataset_name, Path(args.dataset_name)
     longest = getattr(config, "max_position_embeddings", sys.maxsize)
     seq_length = args.seq_length or min(1024, longest, tokenizer.model_max_length)
+    eval_files = find_files(args.eval_files) if args.eval_files else []
     if name == "python-docs":
         datasets.disable_progress_bars()  # this takes only a second
         # Each paragraph is a document: the texts are few, and some are very long.
         rows = [{"text": part} for text in python_docs() for part in text.split("\n\n")]
         splits = {"train": datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=8)}
-    elif files := find_files(name):
+    elif files := [file for file in find_files(name) if file not in eval_files]:
+        words = r"(?i)(?<![a-z])(valid\w*|val|eval\w*|dev|test|testing)(?![a-z])"
+        if found := [file for file in files if re.search(words, "/".join(Path(file).parts[-2:]))]:
+            say(f"trained on, without --eval-files for them: {', '.join(found):.300}")
         options = {"files": files, "column": args.text_column}
         splits = {"train": datasets.IterableDataset.from_generator(read_files, gen_kwargs=options)}
     elif path.exists():
@@ -826,13 +830,16 @@ def load_data(args, config, tokenizer):
 
     held_out = next((split for split in ("validation", "test") if split in splits), None)
     documents = splits["train"].filter(lambda row: row.get(args.text_column))  # no empty texts
-    if held_out:
+    if args.eval_files:
+        eval_documents = read_files(eval_files, args.text_column)
+    elif held_out:
         eval_documents = splits[held_out]
     else:
         column = args.text_column  # the same text is always held out, wherever it is
         eval_documents = documents.filter(lambda row: zlib.crc32(row[column].encode()) % 20 == 0)
         documents = documents.filter(lambda row: zlib.crc32(row[column].encode()) % 20 > 0)
-    texts = [row[args.text_column] for row in eval_documents.take(256)]
+    texts = (row.get(args.text_column) for row in eval_documents)
+    texts = [*itertools.islice(filter(None, texts), 256)]
     eval_documents = datasets.Dataset.from_dict({args.text_column: texts})
     return documents, pack(eval_documents, args.text_column, tokenizer, seq_length), seq_length
 
@@ -850,22 +857,19 @@ def python_docs():
 
 
 def find_files(pattern):
-    """The data files that the name of a file, a folder or a glob stands for: all are trained on."""
+    """The data files that the name of a file, a folder or a glob stands for."""
     pattern = f"{pattern}/**" if Path(pattern).is_dir() else pattern
     found = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-    files = sorted(file for file in found if Path(file).is_file())
+    files = sorted(os.path.abspath(file) for file in found if Path(file).is_file())
     endings = {Path(file.removesuffix(".gz")).suffix for file in files}
-    if len(endings) > 1 or not endings <= {".jsonl", ".txt", ".parquet"}:
+    if len(endings) > 1 or not endings <= {".jsonl", ".json", ".txt", ".parquet"}:
         choice = "choose files of one format with a glob, such as 'web/*.jsonl'"
         fail(f"{pattern}: has {', '.join(sorted(endings))}; {choice}, or run prepare.py on it")
-    words = r"(?i)(?<![a-z])(valid\w*|val|test|eval|dev)(?![a-z])"
-    if doubtful := [file for file in files if re.search(words, "/".join(Path(file).parts[-2:]))]:
-        say(f"trained on, whatever their names say: {', '.join(doubtful):.300}")
     return files
 
 
 def read_files(files, column):
-    """Yields the documents of files: rows of .parquet, lines of .jsonl, paragraphs of .txt.
+    """Yields the documents of files: rows of .parquet, lines of .json(l), paragraphs of .txt.
 
     `datasets` has such readers, but they guess the types of columns. There a date would not stay
     the text that it is, and a file with another column than the first one would end the run."""
@@ -879,7 +883,7 @@ def read_files(files, column):
 
         open_file = gzip.open if file.endswith(".gz") else open
         with open_file(file, "rt", encoding="utf-8-sig") as lines:
-            if file.endswith((".jsonl", ".jsonl.gz")):
+            if file.removesuffix(".gz").endswith((".json", ".jsonl")):
                 try:
                     yield from (json.loads(line) for line in lines if not line.isspace())
                 except ValueError as error:
@@ -1038,12 +1042,14 @@ def parse_args():
     add("-b", "--batch-size", type=int, default=4, help="sequences of a micro-batch")
     add("--global-batch-size", type=int, default=8, help="sequences of an optimizer step")
     add("--eval-freq", type=int, help="steps between evaluations, None: only at the end")
+    add("--eval-files", help="evaluate on these, a file, folder or glob, and do not train on them")
     add("--eval-sequences", type=int, default=256, help="how many to evaluate at most")
 
     add = parser.add_argument_group("optimization", f"Pretrained: {PRETRAINED}").add_argument
     add("--max-steps", type=int, default=600, help="end the run here")
     add("--lr", type=float, help="learning rate after the warm-up")
     add("--lr-scheduler", choices=("cosine", "linear", "constant"), default="cosine", help="decay")
+    add("--lr-cycles", type=int, default=1, help="how many times the rate falls")
     add("--warmup-steps", type=int, help="None: a tenth of the run, at most 100")
     add("--weight-decay", type=float, help="of matrices")
     add("--max-grad-norm", type=float, default=1.0, help="clip gradients to this norm")
@@ -1063,11 +1069,10 @@ def parse_args():
     # Some defaults depend on other flags, so these are read first.
     if args.device == "cpu":
         parser.set_defaults(dtype="fp32", compile=False)
-    is_tiny = args.model_name == "tiny"
-    if not (is_tiny or args.from_scratch):
+    if args.model_name != "tiny" and not args.from_scratch:
         parser.set_defaults(**PRETRAINED)
     args = parser.parse_args(given)
-    if is_tiny:
+    if args.model_name == "tiny":
         args.model_name, args.from_scratch = str(TINY), True
     for name, value in vars(args).items():
         may_be_0 = name in ("seed", "warmup_steps", "weight_decay")

@@ -159,6 +159,7 @@ def data_args(name, seq_length, text_column="text"):
         dataset_subset=None,
         seq_length=seq_length,
         text_column=text_column,
+        eval_files=None,
         global_batch_size=8,
         seed=0,
     )

@@ -173,12 +173,13 @@ def texts_of(tmp_path):
     """Returns a function that writes files of rows and returns the texts that the stage reads."""
     stage = load(STAGE)
 
-    def read(files, name="."):
+    def read(files, name=".", eval_files=None):
         folder = tmp_path / "data"
         for file, rows in files.items():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         args = data_args(folder / name, 8, "text")
+        args.eval_files = eval_files and str(folder / eval_files)
         documents, held_out, _ = stage.load_data(
             args, stage.load_config(stage.TINY), stage.load_tokenizer(TINY, "")
         )
@@ -214,7 +215,26 @@ def test_a_glob_or_one_file_and_names_that_say_otherwise(texts_of, capsys):
     assert one == both[: len(one)]
     assert "trained on" not in capsys.readouterr().out
     assert "held out by its name alone" in texts_of(files)[0]
-    assert "trained on, whatever their names say: " in capsys.readouterr().out
+    assert "trained on, without --eval-files for them: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json.gz"])
+def test_other_files_to_evaluate_on_are_not_trained_on(ending, texts_of, tmp_path, capsys):
+    """All else is trained on then. The files of C4 are .json.gz, with an object in each line."""
+    texts = [f"a {i}" for i in range(60)]
+    files = {"a.jsonl": [{"text": text} for text in texts]}
+    name = f"data/my-test/c.{ending}"
+    if ending == "json.gz":
+        name = f"other/c.{ending}"
+        (tmp_path / "other").mkdir()
+        (tmp_path / name).write_bytes(gzip.compress(b'{"id": 4, "text": "held out"}\n' * 9))
+    else:
+        files["my-test/c.jsonl"] = [{"text": ""}, {"id": 4}, *[{"text": "held out"}] * 9]
+    trained_on, held_out = texts_of(files, ".", f"../{name}")
+    assert trained_on == texts
+    ids = {int(i) for row in held_out["input_ids"] for i in row}
+    assert ids and ids <= {0, *default_tokenizer().encode("held out").ids}
+    assert "trained on, without" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

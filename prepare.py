@@ -13,6 +13,7 @@ of tokens, messages, conversations, prompt and completion, instruction and outpu
 """
 
 import argparse
+import copy
 import csv
 import fcntl
 import gzip
@@ -26,6 +27,7 @@ import sys
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -39,26 +41,41 @@ import pyarrow.parquet as pq
 import transformers
 from tqdm import tqdm
 
-transformers.logging.set_verbosity_error()  # hides warnings
 csv.field_size_limit(2**31 - 1)  # the default is 128 KiB for a value
 
-# The columns of conversations: those of chats, of ShareGPT, of TRL and of Alpaca, which may have a
-# column `input` too.
+# The columns of conversations: those of chats, of ShareGPT, of TRL, of Alpaca and of Dolly.
 CHAT_COLUMNS = (
     ("messages",),
     ("conversations",),
     ("prompt", "completion"),
     ("instruction", "output"),
+    ("instruction", "response"),
 )
+# What conversations may have beside them: more of the instruction, the system message, and the
+# tools that may be called.
+INPUTS = ("input", "context")
+SYSTEMS = ("system", "system_prompt", "system_message")
+TOOLS = ("tools", "functions")
+# Columns that would change what a conversation means, and what to do about them.
+REFUSED = {
+    "history": "has earlier turns: put them into messages",
+    "label": "may say which answers are good: leave out rows of bad ones, and then the column",
+}
+# A message or a row whose value for one of these is false or 0 is not trained on. Other numbers and
+# truth values of an answer could mean the same, but these do not.
+MARKS = ("weight", "loss", "loss_mask", "train", "training", "trainable", "train_on_turn", "learn")
+HARMLESS = {"id", "index", "turn", "turn_id", "turn_identifier", "timestamp", "create_time"}
+HARMLESS |= {"created_at", "toxic", "redacted", "num_tokens", "token_count"}
 # Columns that rows of tokens may have. Others could be a mask of the loss, which has to be in the
 # labels.
 TOKEN_COLUMNS = {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"}
 TOKEN_COLUMNS |= {"special_tokens_mask"}
 # Other names for the roles of chat templates.
-ROLES = {"human": "user", "prompter": "user"}
+ROLES = {"human": "user", "prompter": "user", "observation": "tool", "function": "tool"}
 ROLES |= dict.fromkeys(("gpt", "chatgpt", "model", "bot", "chatbot", "ai"), "assistant")
 # Names of splits that are not trained on. The first of these that exists is for evaluation.
-HELD_OUT = ("validation", "valid", "val", "eval", "dev", "test")
+HELD_OUT = ("validation", "valid", "val", "evaluation", "eval", "development", "dev")
+HELD_OUT += ("testing", "test")
 # Longer texts are cut at the end of a line: a tokenizer needs 200 bytes of memory per character.
 PIECE_LENGTH = 10_000
 # Files that `datasets` and the hub leave beside the data.
@@ -126,10 +143,13 @@ def prepare(args, out, temporary):
         problem = "its tokenizer has no tokenizer.json and cannot say which tokens are the answers"
         fail(f"-m {args.model_name}: {problem}; choose another model, or give --train-on-prompt")
     # A prompt and a completion that are not lists of messages are joined, without a template.
-    are_texts = "completion" in columns and not isinstance(first["completion"], list)
+    are_texts = "completion" in columns and not is_chat(first["completion"])
     eos_token, suffix = tokenizer.eos_token, None
     if columns in CHAT_COLUMNS and not are_texts:
         eos_token, suffix = end_of_answer(tokenizer)
+    elif eos_token is None and not has_tokens:
+        problem = "nothing separates documents, and the model will not stop"
+        print(f"the tokenizer has no end-of-text token: {problem}")
     work = partial(tokenize, tokenizer, columns, suffix, args.train_on_prompt)
     if has_tokens:
         work = partial(take_tokens, columns, max(tokenizer.get_vocab().values()) + 1)
@@ -152,7 +172,9 @@ def fail(message):
 def load_tokenizer(name):
     """Loads the tokenizer of a model: a hub id, a folder, or tiny."""
     path = Path(__file__).parent / "tiny" if name == "tiny" else name
-    return transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)  # may warn that it is wrong
+    transformers.logging.set_verbosity_error()  # not of texts that are longer than the model takes
+    return tokenizer
 
 
 def default_length(row, columns, tokenizer):
@@ -212,34 +234,58 @@ def find_files(path):
     """Returns the splits, by name, of a file or of all files in a folder.
 
     A file or folder whose name is in `HELD_OUT` is a split, and files of the hub have the name of
-    theirs, as in test-00000-of-00002.parquet. All other files are training data. Hidden files and
-    folders are ignored, and the tokenizer in a folder that this program has written."""
-    splits, unread = {}, []
-    names = "|".join(HELD_OUT)
-    pattern = rf"({names})(?=\.|$)|(train|{names})\w*(?=-\d{{5}}-of-\d{{5}})"
+    theirs, as in test-00000-of-00002.parquet. If the name only contains such a word, another file
+    or folder must have the same name with train instead, as dev_data.jsonl and train_data.jsonl.
+    All other files are training data. Hidden files and folders are ignored, and the tokenizer in a
+    folder that this program has written."""
+    parts, unread = {}, []
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        parts = file.relative_to(path).parts
-        is_hidden = any(part.startswith(".") for part in parts)
+        names = file.relative_to(path).parts
+        is_hidden = any(name.startswith(".") for name in names)
         is_folder = file.is_dir() and not file.is_symlink()  # `rglob` does not follow links
-        is_tokenizer = parts[:1] == ("tokenizer",) and (path / "train.parquet").exists()
+        is_tokenizer = names[:1] == ("tokenizer",) and (path / "train.parquet").exists()
         if is_folder or is_hidden or is_tokenizer or file.name in DESCRIPTIONS:
             continue
-        if ending_of(file) not in READERS:
+        if ending_of(file) in READERS:
+            parts[file] = [name.lower() for name in names]
+        else:
             unread.append(file.name)
-            continue
-        split = "train"
-        for part in parts:
-            if match := re.match(pattern, part.lower()):
-                split = match[0]
-        splits.setdefault(split, []).append(file)
-
-    if not splits:
+    if not parts:
         fail(f"-d {path}: no file ends in {', '.join(READERS)}")
     if unread:
         print(f"not read: {', '.join(unread)}")
-    if splits.keys() <= set(HELD_OUT):  # there is nothing else to train on
-        return {"train": [file for files in splits.values() for file in files]}
+
+    words = "|".join(HELD_OUT)
+    whole_name = rf"({words})(?=\.|$)|(train|{words})\w*(?=-\d{{5}}-of-\d{{5}})"
+    word = rf"(?<![^\W\d_])({words})(?![^\W\d_])"  # no letter before it or after it
+    all_letters = {letters(part) for names in parts.values() for part in names}
+    splits = {}
+    for file, names in parts.items():
+        split = "train"
+        for name in names:
+            for match in re.finditer(word, name):
+                before, after = name[: match.start()], name[match.end() :]
+                if {letters(f"{before}{x}{after}") for x in ("train", "training")} & all_letters:
+                    split = match[0]
+            if match := re.match(whole_name, name):
+                split = match[0]
+        splits.setdefault(split, []).append(file)
+
+    is_alone = splits.keys() <= set(HELD_OUT)
+    if is_alone:
+        splits = {"train": [file for files in splits.values() for file in files]}
+    found = {file: re.search(word, "/".join(parts[file])) for file in splits.get("train", [])}
+    if doubtful := [file for file, match in found.items() if match]:
+        names = ", ".join(str(file.relative_to(path)) for file in doubtful)
+        held_out = found[doubtful[0]][0]
+        advice = f"to hold a file out, call it {held_out}{doubtful[0].suffix}"
+        advice = "there is nothing else to train on" if is_alone else advice
+        print(f"trained on: {names:.300} (the name says {held_out}; {advice})")
     return splits
+
+
+def letters(name):
+    return "".join(filter(str.isalpha, name))
 
 
 def ending_of(file):
@@ -301,16 +347,18 @@ class JsonFloat(float):
         return self.text
 
 
+NUMBERS = {"parse_int": JsonInt, "parse_float": JsonFloat}
+
+
 def read_json(file):
     """Yields the objects of a list, or the object in each line."""
-    numbers = {"parse_int": JsonInt, "parse_float": JsonFloat}
     file = io.BufferedReader(file)
     is_list = file.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     text = io.TextIOWrapper(file, "utf-8-sig")
     if is_list:
-        rows = json.load(text, **numbers)
+        rows = json.load(text, **NUMBERS)
     else:
-        rows = (json.loads(line, **numbers) for line in text if line.strip())
+        rows = (json.loads(line, **NUMBERS) for line in text if line.strip())
     for row in rows:
         if not isinstance(row, dict):
             raise ValueError(f"not an object: {row!r:.100}")
@@ -361,12 +409,18 @@ def choose_columns(names, text_column):
         choices = of_tokens if text_column == "input_ids" else [(text_column,)]
     for columns in choices:
         if set(columns) <= set(names):
-            if columns == ("instruction", "output"):
-                names = [name for name in names if name != "input"]
-            unused = ", ".join(name for name in names if name not in columns)
-            print(f"training on {', '.join(columns)}; columns not used: {unused or 'none'}")
+            used = [name for name in names if name in (*columns, *beside(columns))]
+            unused = ", ".join(name for name in names if name not in used)
+            print(f"training on {', '.join(used)}; columns not used: {unused or 'none'}")
             return columns
     fail(f"choose one of the columns {', '.join(names)} with --text-column, or call them messages")
+
+
+def beside(columns):
+    """Returns the columns that are used too if rows have them: none, if these are not chats."""
+    if columns not in CHAT_COLUMNS:
+        return ()
+    return (*SYSTEMS, *TOOLS, *MARKS, *(INPUTS if "instruction" in columns else ()))
 
 
 class Piece(NamedTuple):
@@ -385,8 +439,7 @@ def read_batches(sources, columns, split, bar):
         name = source if isinstance(source, Path) else split
         for number, row in enumerate(read_rows(source, bar), 1):
             place = f"{name}: row {number:,}"
-            if "input_ids" in columns:
-                check_other_columns(row, columns, place)
+            check_other_columns(row, columns, place)
             for piece in pieces_of(row, columns, place):
                 batch.append(piece)
                 length += len(str(piece))
@@ -398,10 +451,10 @@ def read_batches(sources, columns, split, bar):
 
 def pieces_of(row, columns, place):
     """Yields the pieces of a document: several of a long text, one of everything else."""
-    used = (*columns, "input") if "instruction" in columns else columns
+    used = (*columns, *beside(columns))
     row = {name: row[name] for name in used if name in row}
     text = row.get(columns[0])
-    if len(columns) > 1 or not isinstance(text, str):
+    if len(columns) > 1 or columns in CHAT_COLUMNS or not isinstance(text, str):
         yield Piece(row, place)
         return
     start = end = 0
@@ -413,7 +466,19 @@ def pieces_of(row, columns, place):
 
 
 def check_other_columns(row, columns, place):
-    """Ends the program if a row of tokens has a column that says which of them have no loss."""
+    """Ends the program if a column that is not used says that something else should be trained on.
+
+    In rows of tokens, it is one that says which of them have no loss."""
+    if columns in CHAT_COLUMNS:
+        for name, problem in REFUSED.items():
+            if row.get(name) not in (None, "", [], "[]"):
+                fail(f"{place}: the column {name} {problem}")
+        for name, value in row.items():
+            if isinstance(value, list) and value and all(x in (0, 1) for x in value):
+                problem = "may say which messages have no loss: give those the key weight, 0"
+                fail(f"{place}: the column {name} {problem}, and remove it")
+    if "input_ids" not in columns:
+        return
     ids = row.get("input_ids")
     for name, value in row.items():
         # Masks have many names, and some of them have ones where others have zeros.
@@ -462,6 +527,10 @@ class LeftOut(Exception):
     """Raised for a document that is not trained on. The message is the reason."""
 
 
+class Unclear(Exception):
+    """Raised for a document that could mean something else. The message says why."""
+
+
 class Example(NamedTuple):
     """The text of a piece, or one of several texts of a conversation."""
 
@@ -469,6 +538,7 @@ class Example(NamedTuple):
     answers: list | None  # ranges of characters to train on, or None: all of them
     is_first: bool = True  # as in the piece
     is_last: bool = True
+    unwritten: tuple = ()  # the keys of messages whose values the template has not written
 
 
 def tokenize(tokenizer, columns, suffix, train_on_prompt, pieces):
@@ -480,6 +550,8 @@ def tokenize(tokenizer, columns, suffix, train_on_prompt, pieces):
     has no loss."""
     read = partial(examples_of, columns=columns, tokenizer=tokenizer, suffix=suffix)
     examples, counts = convert(pieces, read)
+    for name in chain.from_iterable(example.unwritten for example in examples):
+        counts[f"left out: {name} of a message, which the chat template does not write"] += 1
     # In a conversation the chat template has written the special tokens.
     bos, eos = special_ids(tokenizer) if suffix is None else ([], [])
     parts = []
@@ -512,6 +584,8 @@ def convert(pieces, read):
             counts[f"left out: {reason}"] += 1
         except jinja2.TemplateError as error:
             counts[f"left out, the chat template says: {error}"] += 1
+        except Unclear as problem:
+            fail(f"{piece.place}: {problem}")
         except Exception as error:
             fail(f"{piece.place} cannot be read: {error!r}: {piece.row!r:.300}")
     return results, counts
@@ -548,9 +622,13 @@ def encode(examples, tokenizer, train_on_prompt):
 
 def examples_of(piece, columns, tokenizer, suffix):
     """Yields the examples of a piece: several of a conversation if the template rewrites it."""
+    if not is_trained_on({name: piece.row.get(name) for name in MARKS if name not in columns}):
+        raise LeftOut("marked as not to be trained on")
     if suffix is not None:
         yield from conversations_of(*messages_of(piece.row, columns), tokenizer, suffix)
         return
+    if found := [name for name in (*SYSTEMS, *TOOLS) if piece.row.get(name)]:
+        raise Unclear(f"the column {found[0]} is for chats, so give lists of messages")
     *prompts, text = (text_of(piece.row[column]) for column in columns)
     if not text:
         raise LeftOut("no text")
@@ -585,6 +663,9 @@ def tokens_of(piece, columns, vocab_size):
 def text_of(value):
     """Returns the text of a value: a string, a number of a .json file, or a list of parts."""
     if isinstance(value, list):
+        for part in value:
+            if isinstance(part, dict) and "text" not in part:
+                raise Unclear(f"a message has a part of type {part.get('type')}")
         return "".join(part["text"] for part in value)
     if isinstance(value, str | JsonInt | JsonFloat):
         text = str(value)
@@ -596,15 +677,64 @@ def text_of(value):
 
 
 def messages_of(row, columns):
-    """Returns the messages of a conversation, and how many of the first ones are not answers."""
+    """Returns the messages of a conversation, how many of the first ones are not answers, and the
+    tools that may be called in it, a list or None."""
+    given, messages = [], row[columns[0]]
     if "instruction" in columns:
-        parts = [text_of(row["instruction"]), text_of(row.get("input"))]
-        question = {"role": "user", "content": "\n\n".join(filter(None, parts))}
-        return clean_messages([question, {"role": "assistant", "content": row["output"]}]), 1
-    if "completion" in columns:
-        given = clean_messages(row["prompt"])
-        return given + clean_messages(row["completion"]), len(given)
-    return clean_messages(row[columns[0]]), 0
+        parts = [text_of(row.get(name)) for name in ("instruction", *INPUTS)]
+        given = [{"role": "user", "content": "\n\n".join(filter(None, parts))}]
+        messages = [{"role": "assistant", "content": row[columns[1]]}]
+    elif "completion" in columns:
+        given, messages = row["prompt"], row["completion"]
+    given, messages = clean_messages(given), clean_messages(messages)
+
+    systems = [text_of(row.get(name)) for name in SYSTEMS]
+    system = {"role": "system", "content": "\n\n".join(filter(None, systems))}
+    if system["content"] and [system] != (given + messages)[:1]:
+        if any(message["role"] == "system" for message in given + messages):
+            raise LeftOut("a system message, and another one in a column")
+        given = [system, *given]
+    tools = next((row[name] for name in TOOLS if row.get(name)), None)
+    return given + messages, len(given), decoded_list(tools, "tools")
+
+
+def decoded(value):
+    """Returns the object or list that a text of JSON stands for, or else the value itself."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):
+            return json.loads(value, **NUMBERS)
+    return value
+
+
+def decoded_list(value, name):
+    """Returns the list in a column, whose items or itself may be texts of JSON. None stays None."""
+    value = decoded(value)
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, str):
+        raise Unclear(f"{name} is a text that is not JSON")
+    return None if value is None else [decoded(item) for item in value]
+
+
+def is_chat(value):
+    """Whether a value is a list of messages, which may be a text of JSON."""
+    messages = decoded(value) if isinstance(decoded(value), list) else [None]
+    return all(isinstance(m, dict) and {"role", "from"} & m.keys() for m in messages)
+
+
+def is_trained_on(item):
+    """Whether the marks of a message, or of a row, allow to train on it."""
+    is_allowed = True
+    for name in MARKS:
+        value = item.get(name)
+        number = {"true": 1, "false": 0}.get(str(value).lower(), value)
+        if value in (None, ""):
+            continue
+        try:
+            is_allowed &= {0: False, 1: True}[float(number)]
+        except (TypeError, ValueError, KeyError):
+            raise Unclear(f"{name} is {value}: only 0 and 1 are known, or false and true") from None
+    return is_allowed
 
 
 def clean_messages(messages):
@@ -612,15 +742,57 @@ def clean_messages(messages):
 
     `datasets` gives each message all keys that any message has, with None for those it lacks."""
     cleaned = []
-    for message in messages or []:
+    for message in decoded_list(messages, "a list of messages") or []:
         message = {key: value for key, value in message.items() if value is not None}
-        role = message["from" if "from" in message else "role"].lower()  # from: ShareGPT
-        content = text_of(message.get("value", message.get("content")))
-        cleaned.append({**message, "role": ROLES.get(role, role), "content": content})
+        role = message.pop("from" if "from" in message else "role").lower()  # from: ShareGPT
+        content = message.pop("value", message.pop("content", None))
+        # A call has its own role in ShareGPT, and an older API of OpenAI had one in a message.
+        calls = message.pop("tool_calls", message.pop("function_call", None))
+        if role == "function_call":
+            role, content, calls = "assistant", "", content
+        message |= {"role": ROLES.get(role, role), "content": text_of(content)}
+        if calls:
+            message["tool_calls"] = [clean_call(call) for call in decoded_list(calls, "a call")]
+        cleaned.append(message)
     return cleaned
 
 
-def conversations_of(messages, num_given, tokenizer, suffix):
+def clean_call(call):
+    """Returns a call of a tool as OpenAI writes it, but with its arguments as an object."""
+    if not isinstance(call, dict):
+        return call
+    function = decoded(call.get("function", call))
+    if "arguments" in function:
+        function = {**function, "arguments": decoded(function["arguments"])}
+    return {**call, "function": function} if "function" in call else {"function": function}
+
+
+def functions_of(messages):
+    """Returns the functions that messages call."""
+    calls = chain.from_iterable(message.get("tool_calls", []) for message in messages)
+    return [call["function"] for call in calls if isinstance(call, dict)]
+
+
+def render(messages, tokenizer, tools, add_generation_prompt=False):
+    """Returns the text that the chat template makes of messages.
+
+    Most templates want the arguments of a call as an object. Others add them to a text, and want
+    JSON. With an object those fail, or write it as Python does."""
+    options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+    apply = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    with suppress(TypeError, jinja2.TemplateError):
+        text = apply(messages)
+        objects = [x for f in functions_of(messages) if isinstance(x := f.get("arguments"), dict)]
+        if not any(x and str(x) in text for x in objects):
+            return text
+    messages = copy.deepcopy(messages)
+    for function in functions_of(messages):
+        if isinstance(function.get("arguments"), dict):
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return apply(messages)
+
+
+def conversations_of(messages, num_given, tools, tokenizer, suffix):
     """Yields the examples of a conversation.
 
     The answers are what the assistant says, but not in the first `num_given` messages."""
@@ -630,20 +802,21 @@ def conversations_of(messages, num_given, tokenizer, suffix):
             raise LeftOut("an answer is empty")
         if found := special_tokens(tokenizer).search(message["content"]):
             raise LeftOut(f"a message has the special token {found[0]}")
+        if message["role"] == "assistant":
+            check_keys(message)
 
     # An answer is what the template adds when the answer is added to the messages. Some templates
     # write an answer differently when a question follows it, for example without the reasoning.
     # Then the messages up to each answer are an example of their own.
-    render = partial(tokenizer.apply_chat_template, tokenize=False)
-    text, ranges = "", []
+    text, ranges, unwritten, num_checked = "", [], [], 0
     for i, message in enumerate(messages):
-        is_answer = message["role"] == "assistant" and message.get("weight") != 0  # 0: OpenAI
+        is_answer = message["role"] == "assistant" and is_trained_on(message)
         if is_answer and i >= max(1, num_given):  # a greeting, which is the first, answers nothing
-            prompt = render(messages[:i], add_generation_prompt=True)
-            longer_text = render(messages[: i + 1]) + suffix
+            prompt = render(messages[:i], tokenizer, tools, add_generation_prompt=True)
+            longer_text = render(messages[: i + 1], tokenizer, tools) + suffix
             if not longer_text.startswith(text):
-                yield Example(text, ranges)
-                ranges = []
+                yield Example(text, ranges, unwritten=unwritten)
+                ranges, unwritten = [], []
             text = longer_text
             # The prompt may end in what this answer does not have, such as <think>.
             start = len(os.path.commonprefix([prompt, text]))
@@ -653,10 +826,57 @@ def conversations_of(messages, num_given, tokenizer, suffix):
                 is_written = given["content"].strip() in text[:start]
                 if given["role"] not in ("assistant", "tool") and not is_written:
                     raise LeftOut(f"the chat template does not write a message of: {given['role']}")
+            check_calls(messages[: i + 1], tokenizer, tools)
+            for other in messages[num_checked:i]:
+                if other["role"] != "assistant":
+                    unwritten += [name for name in unwritten_keys(other, text) if name != "content"]
+            unwritten += unwritten_keys(message, text)
+            num_checked = i + 1
     if not ranges:
         roles = ", ".join(message["role"] for message in messages[:3])
         raise LeftOut(f"no answer of the assistant, but messages of: {roles or 'nobody'}")
-    yield Example(text, ranges)
+    yield Example(text, ranges, unwritten=unwritten)
+
+
+def check_keys(answer):
+    """Ends the program if a number or truth value may forbid to train on the answer."""
+    for name, value in answer.items():
+        if isinstance(value, int | float) and name not in HARMLESS and name not in MARKS:
+            advice = "if 0 or false means that it is not trained on, call it weight; or remove it"
+            raise Unclear(f"an answer has {name}, which is {value}: {advice}")
+
+
+def check_calls(messages, tokenizer, tools):
+    """Raises LeftOut if the template does not write the tools, or the calls of the last answer."""
+    *others, answer = messages
+    calls = answer.get("tool_calls", [])
+    text = render(messages, tokenizer, tools) if calls or tools else None
+    if tools and render(messages, tokenizer, None) == text:
+        raise LeftOut("the chat template does not write the tools")
+    for i in range(len(calls)):
+        fewer = {**answer, "tool_calls": calls[:i] + calls[i + 1 :]}
+        with suppress(jinja2.TemplateError):  # some templates refuse an answer without any
+            if render([*others, fewer], tokenizer, tools) == text:
+                raise LeftOut("the chat template does not write the calls of an answer")
+
+
+def unwritten_keys(message, text):
+    """Returns the names of values of a message whose texts are not in `text`, spaces apart."""
+    ignored = {"role", "tool_calls", "tool_call_id", *HARMLESS, *MARKS}
+    names = []
+    for name in message.keys() - ignored:
+        missing = [part for part in texts_in(message[name]) if part not in text]
+        if any("".join(part.split()) not in "".join(text.split()) for part in missing):
+            names.append(name)
+    return names
+
+
+def texts_in(value):
+    """Yields the texts in a value, or in the lists and objects in it."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        yield from chain.from_iterable(map(texts_in, getattr(value, "values", lambda: value)()))
 
 
 @cache

@@ -16,7 +16,18 @@ import pandas
 import pyarrow.parquet
 import pytest
 import transformers
-from conftest import ROOT, SMALL, assert_same_curve, finish, fork, metrics, run, start
+from conftest import (
+    ROOT,
+    SMALL,
+    assert_same_curve,
+    finish,
+    fork,
+    metrics,
+    run,
+    save_tokenizer,
+    start,
+)
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
@@ -39,6 +50,18 @@ CALLS = SHORT.replace("m.content", 'm.content + (m.tool_calls | tojson if m.tool
 # As Mistral's, which often omits the system's messages, and Qwen's, those of an unknown role.
 OMITS = SHORT.replace("endfor", "endif -%}{%- endfor")
 OMITS = OMITS.replace("{{ m", '{%- if m.role in ("user", "assistant") -%}{{ m')
+# As Llama's, which writes no content beside a call, and others, no reasoning.
+ONLY_CALLS = SHORT.replace(
+    "m.content", "(m.tool_calls[0].function.name if m.tool_calls else m.content)"
+)
+REASONS = SHORT.replace("m.content", '(m.reasoning_content or "") + m.content')
+# Three ways to write the arguments of a call, and what they write.
+WRITTEN = {"| tojson": '{"city": "Oslo"}', ".items() | list | string": "[('city', 'Oslo')]"}
+WRITTEN |= {'+ ""': '{"city": "Oslo"}', '~ ""': '{"city": "Oslo"}'}
+CALLED = SHORT.replace(
+    "m.content", "(m.tool_calls[0].function.arguments WAY if m.tool_calls else m.content)"
+)
+WITH_TOOLS = "{{ (tools | tojson) if tools else '' }}" + SHORT
 REFUSES = "{{ raise_exception('too long') if messages | length > 5 }}" + THINKS
 ROLES = {"s": "system", "u": "user", "a": "assistant", "n": "narrator"}
 SHAREGPT = {"s": "system", "u": "human", "a": "gpt"}
@@ -54,6 +77,14 @@ QA = chat("u>q;a>a")
 PARTS = {"role": "user", "content": [{"text": "7"}, {"text": " a"}]}
 FREE = {"role": "assistant", "content": "b", "weight": 0}
 CALL = {"role": "assistant", "tool_calls": [4, 0.5, "4"]}
+CALLS_F = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+TOOL = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+TOOL_TEXT, EACH_TOOL = json.dumps(TOOL), [json.dumps(TOOL[0])]
+FUNCTIONS = {"functions": TOOL_TEXT, "messages": QA}
+JSON_PROMPT = {"prompt": json.dumps(QA[:1]), "completion": json.dumps(QA[1:])}
+SYSTEM_PROMPT = {"prompt": QA, "completion": QA, "system_message": "s"}
+REASONED = {"role": "assistant", "reasoning_content": "r", "content": "a"}
+HARMLESS = {"toxic": False, "id": 4, "weight": 1, "train": "True"}
 ALPACA = {"instruction": "q", "input": "", "output": "a", "text": "b"}
 ASKED = "### Instruction:\nq\n\n### Response:\n"
 ASKED_OF = ASKED.replace("q", "q\n\ni")
@@ -167,6 +198,20 @@ DOCUMENTS = {
     "empty question": (SHORT, {"messages": chat("u>;a>a")}, "u>;a>⟦a;⟧"),
     "not a greeting": (SHORT, {"messages": chat("a>a;u>q;a>a")}, "a>a;u>q;a>⟦a;⟧"),
     "not weight 0": (SHORT, {"messages": QA * 2 + [QA[0], FREE]}, "u>q;a>⟦a;⟧u>q;a>⟦a;⟧"),
+    "messages in JSON": (SHORT, {"messages": json.dumps(chat(LONG))}, LONG_MARKED),
+    "a completion in JSON": (SHORT, JSON_PROMPT, "u>q;a>⟦a;⟧"),
+    "a completion of JSON": (SHORT, {"prompt": "q ", "completion": "[1]"}, f"q ⟦[1]{END}⟧"),
+    "Dolly": (None, {"instruction": "q", "context": "i", "response": "a"}, f"{ASKED_OF}⟦a{END}⟧"),
+    "system": (SHORT, {"system": "s", "messages": QA}, "s>s;u>q;a>⟦a;⟧"),
+    "system of Alpaca": (SHORT, {**ALPACA, "system_prompt": "s"}, "s>s;u>q;a>⟦a;⟧"),
+    "system of a prompt": (SHORT, SYSTEM_PROMPT, "s>s;u>q;a>a;u>q;a>⟦a;⟧"),
+    "system twice": (SHORT, {"system": "s", "messages": chat("s>s;u>q;a>a")}, "s>s;u>q;a>⟦a;⟧"),
+    "no system": (SHORT, {"system": "", "tools": [], "label": None, "messages": QA}, "u>q;a>⟦a;⟧"),
+    "tools": (WITH_TOOLS, {"tools": TOOL, "messages": QA}, f"{TOOL_TEXT}u>q;a>⟦a;⟧"),
+    "tools in JSON": (WITH_TOOLS, FUNCTIONS, f"{TOOL_TEXT}u>q;a>⟦a;⟧"),
+    "each in JSON": (WITH_TOOLS, {"tools": EACH_TOOL, "messages": QA}, f"{TOOL_TEXT}u>q;a>⟦a;⟧"),
+    "reasoning": (REASONS, {"messages": [QA[0], REASONED]}, "u>q;a>⟦ra;⟧"),
+    "harmless keys": (SHORT, {"messages": [QA[0], QA[1] | HARMLESS]}, "u>q;a>⟦a;⟧"),
     "null": (TOOLS, {"messages": [turn | {"tools": None} for turn in QA]}, "u>q;a>⟦a;⟧"),
     "a list of parts": (SHORT, {"messages": [PARTS, QA[1]]}, "u>7 a;a>⟦a;⟧"),
     "other keys": (SHORT, {"messages": [{"from": "gpt", "content": "a"}] + QA}, "a>a;u>q;a>⟦a;⟧"),
@@ -180,6 +225,27 @@ DOCUMENTS = {
 for names in ("user assistant", "USER Assistant", "human gpt", "prompter bot", "user model"):
     messages = chat("u>q;a>a", names=dict(zip("ua", names.split(), strict=True)))
     DOCUMENTS[f"roles: {names}"] = (SHORT, {"messages": messages}, "u>q;a>⟦a;⟧")
+
+
+MARKED_0 = (("weight", "0"), ("loss", False), ("loss", 0.0), ("train", "False"), ("loss_mask", 0))
+for name, value in (*MARKED_0, ("trainable", False)):  # the last two: verl#5316
+    messages = [*QA * 2, QA[0], {"role": "assistant", "content": "b", name: value}]
+    document = {"messages": messages, name: 1}
+    DOCUMENTS[f"not {name}: {value!r}"] = (SHORT, document, "u>q;a>⟦a;⟧u>q;a>⟦a;⟧")
+for way, written in WRITTEN.items():
+    city = {"city": "Oslo"}
+    flat = {"name": "f", "arguments": city}
+    template = CALLED.replace("WAY", way)
+    for form, called in {
+        "an object": {"tool_calls": [{"function": {"arguments": city}}]},
+        "a text": {"tool_calls": [{"function": {"arguments": '{"city":"Oslo"}'}}]},
+        "all a text": {"tool_calls": json.dumps([{"function": {"arguments": city}}])},
+        "without a function": {"tool_calls": [flat]},
+        "of an older API": {"function_call": {**flat, "arguments": json.dumps(city)}},
+        "of ShareGPT": {"role": "function_call", "content": json.dumps(flat)},
+    }.items():
+        document = {"messages": [QA[0], {"role": "assistant"} | called]}
+        DOCUMENTS[f"arguments {way}, {form}"] = (template, document, f"u>q;a>⟦{written};⟧")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -201,6 +267,7 @@ def test_what_is_trained_on(name, made, tokenizer, tmp_path):
     assert (f"does not end answers, so this does: {END}\n" in said) == (template == OPEN)
 
 
+UNWANTED = {"prompt": "q", "completion": "a", "loss": 0}
 LEFT_OUT = {
     f": {NO_ANSWER}: nobody": (SHORT, None),
     f": {NO_ANSWER}: user, narrator": (SHORT, chat("u>q;n>a")),
@@ -209,16 +276,52 @@ LEFT_OUT = {
     f": a message has the special token {END}": (SHORT, chat(f"u>q{END};a>a")),
     ": the chat template does not write a message of: system": (OMITS, chat(LONG)),
     ", the chat template says: too long": (REFUSES, QA * 3),
+    ": marked as not to be trained on": (SHORT, QA, {"train": False}),
+    ": marked as not to be trained on ": (
+        None,
+        None,
+        {"prompt": "q", "completion": "a", "loss": 0},
+    ),
+    ": a system message, and another one in a column": (SHORT, chat(LONG), {"system": "t"}),
+    ": the chat template does not write the tools": (SHORT, QA, {"tools": TOOL}),
+    ": the chat template does not write the calls of an answer": (
+        SHORT,
+        [QA[0], {"role": "assistant", "content": "a", "tool_calls": CALLS_F}],
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", LEFT_OUT)
 def test_a_conversation_is_left_out_and_counted(reason, made, tokenizer, tmp_path, capsys):
-    tokenizer.chat_template, messages = LEFT_OUT[reason]
+    tokenizer.chat_template, messages, *columns = LEFT_OUT[reason]
+    rows = [{"messages": messages, **dict(*columns)}]
+    if "prompt" in rows[0]:
+        del rows[0]["messages"]
     with pytest.raises(SystemExit, match="train: this does not fill a row of 256 tokens"):
-        made(write(tmp_path / "d.jsonl", [{"messages": messages}]))
+        made(write(tmp_path / "d.jsonl", rows))
     said = capsys.readouterr().out
-    assert said.endswith(f"train: 1 documents in 1 file(s)\n  1 left out{reason}\n")
+    assert said.endswith(f"train: 1 documents in 1 file(s)\n  1 left out{reason.rstrip()}\n")
+
+
+# Keys of an answer and, if it is another one, its template.
+UNWRITTEN = {
+    "reasoning_content": ("r", SHORT),
+    "thinking": ("r", SHORT),
+    "name": ("Bob", SHORT),
+    "notes": ([{"a": ["b c"]}], SHORT),
+    "content": ("Let me look.", ONLY_CALLS),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_what_the_template_does_not_write_is_counted(name, made, tokenizer, tmp_path):
+    value, tokenizer.chat_template = UNWRITTEN[name]
+    answer = {"role": "assistant", "content": "a", "tool_calls": CALLS_F} | {name: value}
+    if name != "content":
+        del answer["tool_calls"]
+    _, said = made(write(tmp_path / "d.jsonl", [{"messages": [QA[0], answer]}] * 40), "-s", 8)
+    line = f"  40 left out: {name} of a message, which the chat template does not write\n"
+    assert line in said and said.count("of a message") == 1
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "jsonl"])
@@ -259,11 +362,12 @@ def test_special_tokens_that_are_there_are_not_added(form, begin, made, tokenize
     assert marked(rows, tokenizer) == [f"{begin}{ASKED}⟦a{END}⟧"]
 
 
-def test_a_tokenizer_without_an_end_of_text_joins_documents_bare(tokenizer):
+def test_a_tokenizer_without_an_end_of_text_joins_documents_bare(made, tokenizer, tmp_path):
     tokenizer.eos_token = None
-    pieces = [prepare.Piece({"text": text}, "row") for text in ("ab", None, "c")]
-    tokens, ends, _ = prepare.tokenize(tokenizer, ("text",), None, False, pieces)
-    assert (tokenizer.decode(tokens[0]), ends) == ("abc", [2, 3])
+    texts = [{"text": text} for text in ("ab", None, "c")]
+    rows, said = made(write(tmp_path / "d.jsonl", texts), "-s", 3)
+    assert marked(rows, tokenizer) == ["⟦abc⟧"]
+    assert "the tokenizer has no end-of-text token: nothing separates documents" in said
 
 
 def test_a_token_over_the_border_belongs_to_the_answer():
@@ -317,14 +421,33 @@ FOLDERS = {  # the files of the split train and of validation, others, what is s
     "hidden files": ("a.txt", "", ".b.txt, .c/d.txt", ""),
     "descriptions": ("a.json", "", "dataset_info.json, dataset_infos.json", ""),
     "splits": ("a.txt", "Val/c.txt", "dev/d.txt, test.txt", "not read: the splits dev, test\n"),
-    "held out alone": ("Val/c.txt", "", "", ""),
+    "names": (
+        "contest.csv, the train.txt, my test notes.txt, train_data.csv, latest.txt",
+        "dev_data.csv",
+        "",
+        "trained on: my test notes.txt (the name says test; to hold a file out, call it test.txt)",
+    ),
+    "C4": ("c4-train.00007-of-01024.json.gz", "c4-validation.00001-of-00008.json.gz", "", ""),
+    "news": ("news.train.jsonl", "news.dev.jsonl", "", ""),
+    "numbers": ("train-1.jsonl, train-22.jsonl", "valid-1.jsonl", "", ""),
+    "stories": ("TinyStories-train.txt", "TinyStories-valid.txt", "", ""),
+    "training": ("my_training.csv", "my_testing.csv", "", ""),
+    "evaluation": ("train.csv", "evaluation.csv", "", ""),
+    "folders": ("my-train/a.csv, my-train/b.csv", "my-test/a.csv", "", ""),
+    "part of a word": ("www_farodevigo_es.jsonl.gz", "", "", ""),  # datasets#3788
+    "one file of all": (
+        "test-1.csv, a.csv",
+        "",
+        "",
+        "trained on: test-1.csv (the name says test; to",
+    ),
     "hub": ("train_sft#", "data/test_sft#", "train_gen#", "not read: the splits train_gen\n"),
     "our own": ("train.parquet", "validation.parquet", "tokenizer/tokenizer.json", ""),
     "of a tokenizer": ("tokenizer/a.json", "", "", ""),
 }
 for name in ("validation", "valid", "Val", "eval", "Dev", "test"):
     for held_out in (f"{name}.txt", f"{name}/a.txt"):
-        FOLDERS[f"{held_out} alone"] = (held_out, "", "", "")
+        FOLDERS[f"{held_out} alone"] = (held_out, "", "", f"trained on: {held_out} (the name says")
         FOLDERS[held_out] = ("b.txt", held_out, "", "")
     if name != "validation":
         said = f"not read: the splits {name.lower()}\n"
@@ -343,7 +466,7 @@ def test_which_files_of_a_folder_are_read(name, tmp_path, capsys):
     expected = {"train": train, "validation": validation} if validation else {"train": train}
     assert prepare.load_splits(str(tmp_path / "d"), None) == expected
     said = capsys.readouterr().out
-    assert line in said and bool(line) == bool(said)
+    assert line in said and bool(line) == bool(said) and len(said.splitlines()) < 2
 
 
 NOT_A_LIST = " cannot be read: TypeError('input_ids is not a list of integers')"
@@ -364,6 +487,21 @@ LABELLED = [(wrong, f": it has {count} labels for 3 {LABELS}") for wrong, count 
 LABELLED += [([1, wrong, 3], f": labels has {wrong}, {NO_TOKEN}") for wrong in (-1, 300)]
 LABELLED += [([0.0, 1.0, 1.0], NOT_A_LIST.replace("input_ids", "labels"))]
 T = [{"text": "a"}]
+IMAGE = {"role": "user", "content": [{"type": "image", "url": "a"}]}
+CHATS = [  # columns of a conversation, and what is said of them
+    ({"history": [["q", "a"]]}, "the column history has earlier turns: put them into messages"),
+    ({"label": False}, "the column label may say which answers are good: leave out rows of bad"),
+    ({"messages": [QA[0], QA[1] | {"weight": 0.5}]}, "weight is 0.5: only 0 and 1 are known, or"),
+    ({"loss": [0, 1]}, "the column loss may say which messages have no loss: give those the key"),
+    ({"turns": [True]}, "the column turns may say which messages have no loss: give those the key"),
+    ({"weight": "half"}, "weight is half: only 0 and 1 are known, or false and true"),
+    ({"messages": [QA[0], QA[1] | {"masked": True}]}, "an answer has masked, which is True: if 0"),
+    ({"messages": [QA[0], QA[1] | {"mask": 0.0}]}, "an answer has mask, which is 0.0: if 0 or"),
+    ({"messages": "u>q"}, "a list of messages is a text that is not JSON"),
+    ({"messages": [IMAGE, QA[1]]}, "a message has a part of type image"),
+    ({"tools": "f, g"}, "tools is a text that is not JSON"),
+]
+PROMPT = {"prompt": "q", "completion": "a", "system": "s"}
 BAD = [  # the flags after -d, what is in this file, and what is said
     ("d.txt", "abc".encode("utf-16"), "d.txt: after 0 documents: 'utf-8' codec can't decode"),
     ("d.jsonl", b'{"text": "a"}\n{"text": "b', "d.jsonl: after 1 documents: Unterminated string"),
@@ -389,6 +527,8 @@ BAD = [  # the flags after -d, what is in this file, and what is said
     ("d.jsonl --train-on-prompt", [RIGHT], "--train-on-prompt: these rows are tokens: give them"),
     *(("d.jsonl", [RIGHT] * 9 + [RIGHT | row], f"d.jsonl: row 10{line}") for row, line in TOKENS),
     *(("d.jsonl", [RIGHT | {"labels": x}], f"d.jsonl: row 1{line}") for x, line in LABELLED),
+    *(("d.jsonl", [{"messages": QA} | row], f"d.jsonl: row 1: {line}") for row, line in CHATS),
+    ("d.jsonl", [PROMPT], "d.jsonl: row 1: the column system is for chats, so give lists of"),
     ("d.saved", [RIGHT | {"labels": None}], f"train: row 1: it has 0 labels for 3 {LABELS}"),
     ("d.jsonl", [{**RIGHT, "labels": [1, 2, 3], "a": [0, 1, 1]}], "d.jsonl: row 1: the column a"),
 ]
@@ -415,7 +555,7 @@ def test_a_tokenizer_in_python_cannot_mark_answers(made, tmp_path):
         made(*flags)
     made(*flags, "-o", "a", "--text-column", "text")
     _, said = made(*flags, "-o", "b", "--train-on-prompt")
-    assert "training on instruction, output; columns not used: text\n" in said
+    assert "training on instruction, input, output; columns not used: text\n" in said
 
 
 @pytest.mark.law5
@@ -537,6 +677,59 @@ def test_a_killed_run_leaves_nothing_that_looks_complete_or_is_in_the_way(tmp_pa
     assert sorted(file.name for file in tmp_path.iterdir()) == ["d.txt", "out"]
 
 
+TURNS = [("human", "q"), ("function_call", '{"name": "f", "arguments": {"x": 1}}')]
+TURNS = [{"from": x, "value": y} for x, y in [*TURNS, ("observation", "1"), ("gpt", "a")]]
+WRITES_ALL = SHORT.replace("m.content", "(m.tool_calls | tojson if m.tool_calls else m.content)")
+WRITES_ALL = "{{ tools | tojson }}" + WRITES_ALL
+HUB = "-00000-of-00001.parquet"
+PROMPTED = {"prompt": "q", "prompt_id": "i", "messages": QA}
+DOLLY = {"instruction": "q", "context": "", "response": "a", "category": "c"}
+C4, TINY = "en/c4-train.00007-of-01024.json.gz", "TinyStories-train.txt"
+C4_HELD_OUT, TINY_HELD_OUT = "en/c4-validation.00001-of-00008.json.gz", "TinyStories-valid.txt"
+# Files and a row of each, as public data sets have them, the template, and what is said.
+TOOLS_OF_F = {"conversations": TURNS, "system": "s", "tools": json.dumps(TOOL)}
+LAYOUTS = [
+    ({C4: T[0] | {"timestamp": "2019", "url": "u"}, C4_HELD_OUT: T[0]}, None),
+    ({"sample/10BT/000_00000.parquet": T[0] | {"id": "i", "token_count": 3}}, None),  # FineWeb
+    ({TINY: T[0], TINY_HELD_OUT: T[0]}, None),
+    ({f"plain_text/train{HUB}": T[0]}, None),  # OpenWebText
+    ({f"data/train{HUB}": ALPACA}, None),
+    ({"ShareGPT_V3_split.json": {"id": "i", "conversations": TURNS[::3]}}, SHORT),
+    (
+        {f"data/{x}{HUB}": PROMPTED for x in ("train_sft", "test_sft", "train_gen")},
+        SHORT,
+    ),  # UltraChat
+    ({"databricks-dolly-15k.jsonl": DOLLY}, None),
+    ({"train.json": TOOLS_OF_F}, WRITES_ALL),
+    ({f"data/train{HUB}": {"prompt": QA[:1], "completion": QA[1:], "label": False}}, SHORT),  # KTO
+]
+A_CALL = 'a>⟦[{"function": {"name": "f", "arguments": {"x": 1}}}]'
+SAID = [
+    "training on text; columns not used: timestamp, url|validation: 9 documents in 1 file(s)",
+    "training on text; columns not used: id, token_count|train: 9 documents in 1 file(s)",
+    "train: 1 documents in 1 file(s)|validation: 1 documents in 1 file(s)",
+    "training on text; columns not used: none|train: 9 documents in 1 file(s)",
+    f"training on instruction, input, output; columns not used: text|{ASKED}⟦a",
+    "training on conversations; columns not used: id|u>q;a>⟦a",
+    "not read: the splits train_gen|columns not used: prompt, prompt_id|validation: 9 documents",
+    f"training on instruction, context, response; columns not used: category|{ASKED}⟦a",
+    f"training on conversations, system, tools; columns not used: none|{A_CALL}",
+    "row 1: the column label may say which answers are good: leave out rows of bad ones",
+]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_what_is_said_of_public_data_sets(number, made, tokenizer, tmp_path):
+    files, tokenizer.chat_template = LAYOUTS[number]
+    for file, row in files.items():
+        write(tmp_path / "d" / file, [row] * 9)
+    try:
+        _, said = made("d", *EACH)
+    except SystemExit as stop:
+        said = str(stop.code)
+    assert all(line in said for line in SAID[number].split("|")), said
+
+
 PROCESSES = {
     "missing": ("missing.txt", "out", "missing.txt"),  # said by `datasets`, which looks on the hub
     "a row": ("d", "out", "error: {}/d/b.jsonl: row 201: input_ids has -1, which is not a token"),
@@ -610,6 +803,27 @@ def test_a_fine_tuned_base_model_stops_by_itself(tokenizer, tmp_path):
         [result] = write_on(chat(f"u>{question}"), max_new_tokens=60, do_sample=False)
         assert result["generated_text"][-1] == {"role": "assistant", "content": answer}
     assert write_on.model.generation_config.eos_token_id == [0, 258]
+
+
+def test_no_text_loses_characters_and_a_warning_of_a_wrong_tokenizer_is_seen(tmp_path):
+    """A tokenizer.json decides, whatever class is named beside it (transformers#45488). When one is
+    loaded whose pattern is known to be wrong, transformers warns of it."""
+    text = "The quick brown fox, at 5 km,\n saw a café."
+    save_tokenizer(tmp_path)
+    expected = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    for name in ("LlamaTokenizerFast", "PreTrainedTokenizerFast", "GPT2Tokenizer"):
+        path = tmp_path / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        tokenizer = prepare.load_tokenizer(tmp_path)
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected, name
+        assert tokenizer.decode(expected) == text
+    big = {f"t{i}": i for i in range(100_001)}
+    transformers.GPT2Tokenizer(vocab=big, merges=[]).save_pretrained(tmp_path / "m")
+    config = {"model_type": "mistral", "transformers_version": "4.50.0"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    result = call(write(tmp_path / "d.txt", [{"text": "a"}]), tmp_path / "o", "-m", tmp_path / "m")
+    assert "fix_mistral_regex=True" in result.err
 
 
 def test_rows_for_another_tokenizer_are_refused(made, tmp_path):

@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,8 +42,9 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 def say(message):
     """Prints a line on rank 0, above the progress bar."""
     if RANK == 0:
-        tqdm.write(message)
-        sys.stdout.flush()
+        with suppress(OSError):  # such as a terminal that was closed
+            tqdm.write(message)
+            sys.stdout.flush()
 
 
 def fail(message):
@@ -63,12 +65,19 @@ def open_run_dir(run_dir):
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT)  # open until the process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    for second in range(120):  # an NFS server keeps the lock of a lost machine for about 90 s
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if second == 0:
+                say(f"another process trains in {run_dir}: waiting two minutes for its end")
+            time.sleep(1)
+        except OSError:  # no locks on this file system
+            say(f"{run_dir} cannot be locked: start only one run there")
+            break
+    else:
         fail(f"-e {run_dir.name}: another process trains in {run_dir}")
-    except OSError:
-        say(f"{run_dir} cannot be locked: start only one run there")  # no locks on this file system
     for leftover in run_dir.glob("step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -227,9 +236,12 @@ class RunLog:
         say("  ".join(columns))
 
         if self.run_dir:
-            self.metrics_file.write(json.dumps({"step": step, **metrics}) + "\n")
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, step)
+            try:
+                self.metrics_file.write(json.dumps({"step": step, **metrics}) + "\n")
+                for name, value in metrics.items():
+                    self.board.add_scalar(name, value, step)
+            except OSError as error:  # such as a full disk
+                say(f"metrics cannot be written, training goes on: {error}")
         if self.comet:
             self.comet.log_metrics(metrics, step=step)
 
@@ -237,7 +249,8 @@ class RunLog:
         """Closes the files, and sends what Comet still holds."""
         self.bar.close()
         if self.run_dir:
-            self.board.close()
+            with suppress(OSError):
+                self.board.close()
             say(f"the run: {self.run_dir}")
         if self.comet:
             self.comet.end()

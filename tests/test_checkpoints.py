@@ -5,10 +5,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import (
@@ -17,15 +19,18 @@ from conftest import (
     assert_same_curve,
     end,
     exact,
+    finish,
     fork,
     load,
     metrics,
     mount_small_disk,
+    mutant,
     run,
     same_bits,
     save_tokenizer,
     script,
 )
+from nodes import last_step, wait_until
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import BartConfig, LlamaConfig
@@ -454,23 +459,27 @@ def test_a_run_that_diverges_ends_and_keeps_its_checkpoints(tmp_path):
 
 
 @pytest.mark.law4
-def test_a_second_run_with_the_same_name_is_refused(tmp_path):
-    """At once. The first one goes on, and a kill releases the folder."""
+def test_a_second_run_with_the_same_name_waits_and_is_refused(tmp_path):
+    """The first one goes on. A kill releases the folder, and one that waits trains on."""
     flags = (*SMALL, *named(tmp_path), "--log-freq", "1", "--ckpt-freq", "5")
     first = fork(script("01-single-gpu"), None, *flags, "--num-epochs", 9999)
-    deadline = time.monotonic() + 300
-    while not list(tmp_path.glob("a/step-????????")):
-        assert first.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    second = run("01-single-gpu", 1, *flags, check=False)
+    wait_until(lambda: list(tmp_path.glob("a/step-????????")), "a checkpoint")
+    path = mutant(tmp_path / "copy", "01-single-gpu")
+    module = path.parent.parent / "logs_and_checkpoints.py"
+    module.write_text(module.read_text().replace("in range(120):", "in range(2):"))
+    second = run("01-single-gpu", 1, *flags, path=path, check=False)
     said = f"-e a: another process trains in {tmp_path}/a"
     assert second.errors == [f"train-llm.py: error: {said}"]
     assert first.poll() is None
+    third = fork(script("01-single-gpu"), None, *flags, "--num-epochs", 9999)
+    files = psutil.Process(third.pid).open_files
+    wait_until(lambda: any(file.path == f"{tmp_path}/a/lock" for file in files()), "the third run")
     end(first)
-    last = max(metrics(tmp_path / "a"))
-    run("01-single-gpu", 1, *flags, "--num-epochs", 9999, "--max-steps", last + 5)
-    assert list(metrics(tmp_path / "a")) == list(range(1, last + 6))
+    last = last_step(tmp_path / "a")
+    wait_until(lambda: last_step(tmp_path / "a") > last, "another step")
+    end(third)
+    steps = list(metrics(tmp_path / "a"))
+    assert steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.law4
@@ -501,3 +510,18 @@ def test_a_full_disk(stage, processes, small_disk):
     assert "step-00000009" not in {path.name for path in (small_disk / "a").iterdir()}
     again = run(stage, processes, *flags, "--keep-checkpoints", "1", check=False)
     assert f"resumed from {small_disk}/a/step-00000006" in again.out
+
+
+@pytest.mark.law4
+def test_a_disk_that_is_too_full_for_the_log(small_disk):
+    """The steps go on. Only the last checkpoint, which cannot be saved, ends the run."""
+    flags = (*SMALL, *named(small_disk), "--log-freq", "1", "--max-steps", "200")
+    process = fork(script("01-single-gpu"), None, *flags)
+    wait_until(lambda: last_step(small_disk / "a") > 0, "a step")
+    process.send_signal(signal.SIGSTOP)
+    status = os.statvfs(small_disk)
+    (small_disk / "fill").write_bytes(bytes(status.f_bavail * status.f_bsize - 8000))
+    process.send_signal(signal.SIGCONT)
+    result = finish(process)
+    assert "metrics cannot be written, training goes on: [Errno 28] No space left" in result.out
+    assert "step   200/200" in result.out and result.returncode != 0

@@ -13,8 +13,10 @@ import argparse
 import html
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import tokenize
 import webbrowser
 from dataclasses import dataclass, field
@@ -84,7 +86,10 @@ def main():
         stage, path = find(args.script)
         if not stage and not args.parent:
             fail(f"{args.script} is not a stage: say with --parent what to compare it with")
-        page = args.output / f"{stage[:2] or path.stem}.html"
+        name = stage[:2] or path.stem
+        if not stage and name in ("index", *(other[:2] for other in STAGES)):
+            name = f"my-{name}"
+        page = args.output / f"{name}.html"
         write_page(page, stage, path, args.parent or PARENTS.get(stage), base)
     else:
         for stage in STAGES:
@@ -159,7 +164,7 @@ def tree(stage):
 
 def read_script(path):
     """The lines of a script, highlighted, and what is known about each."""
-    source = path.read_text(encoding="utf-8").removesuffix("\n") + "\n"
+    source = path.read_text(encoding="utf-8-sig").removesuffix("\n") + "\n"
     lines = [Line(number) for number in range(1, source.count("\n") + 2)]
     index = 0
     for kind, text in lex(source, PythonLexer(stripnl=False)):
@@ -217,16 +222,23 @@ def indentation(line):
 
 def merge(parent, child):
     """The lines of both scripts, as `git diff` shows them."""
-    options = ["--no-index", "--no-color", "--no-ext-diff", "-U1000000", "--"]
+    scripts = read_script(parent), read_script(child)
+    options = ["--no-index", "--no-color", "--no-ext-diff", "--text", "-U1000000", "--"]
     variables = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    command = ["git", "diff", *options, parent, child]
-    diff = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8").stdout
+    if not shutil.which("git"):
+        fail("needs git")
+    with tempfile.TemporaryDirectory() as folder:
+        # Copies: no links, one kind of line end, and no attributes of a repository.
+        copies = [Path(folder, name) for name in ("parent.py", "child.py")]
+        for copy, script in zip(copies, scripts, strict=True):
+            text = "".join(f"{line.text}\n" for line in script)
+            copy.write_text(text, encoding="utf-8", newline="\n")
+        command = ["git", "diff", *options, *copies]
+        diff = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8").stdout
     if not diff:
         fail(f"{child} is the same as {parent}")
-    old, new, lines = iter(read_script(parent)), iter(read_script(child)), []
+    (old, new), lines = map(iter, scripts), []
     for text in diff[diff.index("\n@@") :].split("\n")[2:-1]:
-        if text[0] == "\\":  # \ No newline at end of file
-            continue
         line = next(old) if text[0] == "-" else next(new)
         line.mark, line.partner = text[0], next(old) if text[0] == " " else None
         lines.append(line)

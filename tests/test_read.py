@@ -120,6 +120,23 @@ def test_the_page_of_ones_own_copy_opens_if_there_is_a_display(course, display):
     assert "+2 −0 lines" in page and ">oops<" in page
 
 
+def test_only_what_was_edited_is_marked(course):
+    """Not what Windows writes differently, nor a link, nor what attributes say. Its page does not
+    replace that of a stage."""
+    text = (
+        script("02-ddp").read_text().replace('"--seed", type=int, default=0', '"--seed", type=int')
+    )
+    mine = course / "mine.py"
+    mine.write_text(text, encoding="utf-8-sig", newline="\r\n")
+    (course / "02.py").symlink_to(mine)
+    (course / ".gitattributes").write_text("*.py binary\n")
+    subprocess.run(["git", "init", "-q"], check=True)
+    assert run_read("02.py", "--parent", "02", "-o", course, root=course).returncode == 0
+    assert "+1 −1 lines" in (course / "my-02.html").read_text()
+    result = run_read("02.py", "--parent", "02", root=course, PATH=str(course))
+    assert result.stderr == "read.py: error: needs git\n"
+
+
 @pytest.fixture
 def page(pages):
     """A page of a browser, which reports no error there and asks for no other file."""

@@ -11,7 +11,17 @@
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 script=${SCRIPT:-$here/train-llm.py}
-workers=${NPROC_PER_NODE:-$(python -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+python=$(command -v python || command -v python3)
+workers=${NPROC_PER_NODE:-gpu}
+if [[ $workers == *[!0-9]* ]]; then  # one of the words that torchrun knows
+  workers=$("$python" - "$workers" <<'END'
+import os, sys, torch
+gpus, cpus = torch.cuda.device_count(), os.cpu_count()
+number = {"gpu": gpus or 1, "cpu": cpus, "auto": gpus or cpus}.get(sys.argv[1])
+print(number or sys.exit(f"run.sh: NPROC_PER_NODE={sys.argv[1]}: a number, gpu, cpu or auto"))
+END
+  )
+fi
 flags=(--standalone)
 
 if [ "${NNODES:-1}" != 1 ]; then
@@ -19,7 +29,7 @@ if [ "${NNODES:-1}" != 1 ]; then
   export MASTER_PORT=${MASTER_PORT:-29500}
   # The address and the interface by which this node reaches the store. By default torchrun and
   # Gloo take the address of the host's name, which is often 127.0.1.1.
-  found=$(python - <<'END'
+  found=$("$python" - <<'END'
 import os, psutil, socket, sys
 name, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 try:
@@ -72,5 +82,5 @@ sys.tracebacklimit = 0
 from torch.distributed.run import main
 main()'
 # An error and the loss of a node count as restarts. A mistake is met again at each of them.
-exec python -c "$agent" "${flags[@]}" --signals-to-handle=SIGTERM,SIGHUP,SIGQUIT \
+exec "$python" -c "$agent" "${flags[@]}" --signals-to-handle=SIGTERM,SIGHUP,SIGQUIT \
   --nproc-per-node="$workers" --max-restarts="${MAX_RESTARTS:-3}" "$script" "$@"

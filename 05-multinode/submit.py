@@ -97,6 +97,9 @@ def main():
             tasks_per_node=max(1, args.gpus_per_node),
             gpus_per_node=args.gpus_per_node or None,
             cpus_per_task=args.cpus_per_task,
+            # When a process fails, the others wait for it in a collective, without an end on GPUs.
+            # Not at once: if a job is preempted, one of its processes has to queue it again.
+            slurm_srun_args=["--wait=120"],
             timeout_min=int(60 * args.hours),
             slurm_signal_delay_s=300,  # seconds before the time limit
         )

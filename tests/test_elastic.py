@@ -1,5 +1,7 @@
 """Stage 05: the set of machines may change at any time, and the experiment does not notice."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,6 +9,7 @@ import time
 import zipfile
 
 import pytest
+from bench_common import two_nodes
 from conftest import (
     FAULTS,
     end,
@@ -16,12 +19,14 @@ from conftest import (
     load,
     metrics,
     mount_small_disk,
+    mutant,
     same_bits,
     script,
 )
 from nodes import (
     FLAGS,
     INTERVAL,
+    Node,
     assert_the_curve,
     free_port,
     job,
@@ -161,6 +166,46 @@ def test_the_node_that_serves_the_store_dies(curve, tmp_path):
         wait_until(lambda: restarts(*nodes), "a restart", nodes)
         advance(tmp_path, 5, *nodes)
         stop(tmp_path, curve, *nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["in a step", "at the start"])
+def test_a_node_that_vanishes(curve, tmp_path, when):
+    """Its cable is cut, so that nobody closes its connections. In a step the other one waits for
+    --timeout, at the start for as long as loading may take, and then goes on alone."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and iproute2")
+    loading = ("timeout = timedelta(hours=12)", "timeout = timedelta(seconds=30)")
+    stage = mutant(
+        tmp_path / "copy", "05-multinode", *([loading] if when == "at the start" else [])
+    )
+    with two_nodes() as names:
+        variables = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "NNODES": "1:2"}
+        variables |= {"NPROC_PER_NODE": "1", "LAST_CALL": "3", "SCRIPT": str(stage)}
+        flags = (*named(tmp_path), "--timeout", "20")
+        nodes = []
+        try:
+            for name in names:
+                prefix = ["ip", "netns", "exec", name]
+                if when == "at the start" and nodes:
+                    held = {"STRIKE": "wait open config.json 1", "STRIKE_RANK": "1"}
+                    held["GATE"] = str(tmp_path / "gate")
+                    variables |= held | {"PYTHONPATH": str(FAULTS)}
+                nodes.append(Node(tmp_path / f"{name}.log", variables, flags, prefix))
+            if when == "in a step":
+                until_world(tmp_path, 2, *nodes)
+                advance(tmp_path, INTERVAL + 5, *nodes)
+            else:
+                wait_until(lambda: (tmp_path / "a" / "lock").exists(), "the start", nodes)
+                time.sleep(20)
+            subprocess.run(["ip", "-n", names[1], "link", "set", "wire", "down"], check=True)
+            until_world(tmp_path, 1, nodes[0])
+            advance(tmp_path, 5, nodes[0])
+            stop(tmp_path, curve, nodes[0])
+        finally:
+            for node in nodes:
+                print(node.said()[-3000:])  # shown if the test fails
+                node.kill()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, assert_same_curve, environment, metrics
 from nodes import (
     ALONE,
@@ -197,6 +198,10 @@ def test_a_batch_job_knows_the_same_before_it_starts_the_nodes(debian, address, 
         assert "set it to an IP address that they reach" in line
     else:
         assert (done.returncode, done.stderr) == (0, "")
+        (tmp_path / "started").unlink()
+        done = launch(*command, batch, SLURM_ARRAY_JOB_ID="1", **variables)
+        assert not (tmp_path / "started").exists() and done.returncode == 1
+        assert done.stderr.startswith("train-llm.sbatch: a job array is not possible; submit.py")
 
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
@@ -224,6 +229,8 @@ def test_workers_get_an_interface_and_their_share_of_the_cores(tmp_path):
     assert variables_of_workers(tmp_path, **one) == [str(["a", "b", str(cores)])]
     one = {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "7"}
     assert variables_of_workers(tmp_path, **one) == [str(["lo", "=lo", "7"])]
+    if not torch.cuda.is_available():  # a word of torchrun: a worker for each GPU, at least one
+        assert len(variables_of_workers(tmp_path, NPROC_PER_NODE="gpu")) == 1
     many = variables_of_workers(tmp_path, NPROC_PER_NODE=str(cores + 1), NNODES="1")
     assert many == [str([None, None, "1"])] * (cores + 1)
 
@@ -302,6 +309,9 @@ def test_submit_sends_a_job_for_each_combination(tmp_path, curve):
         )
         assert done.returncode == 0, done.stderr
         jobs = re.findall(r"job (\d+): (\S+)", done.stdout)
+        # Two minutes after one process has failed, Slurm ends the others.
+        scripts = [*(tmp_path / "logs").glob("*_submission.sh"), *(tmp_path / "logs").glob("*.sh")]
+        assert scripts and all("srun --wait=120" in path.read_text() for path in scripts)
         assert [name for _, name in jobs] == ["a-1e-3", "a-5e-4"]
 
         def slurm(*words):

@@ -34,13 +34,13 @@ def free_port():
 
 
 class Node:
-    """A node that was started with flags; what it prints is in `log`."""
+    """A node that was started with flags, by the command `prefix`; what it prints is in `log`."""
 
-    def __init__(self, log, variables, flags):
+    def __init__(self, log, variables, flags, prefix=()):
         self.log = Path(log)
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                ["bash", str(RUN), *map(str, flags)],
+                [*prefix, "bash", str(RUN), *map(str, flags)],
                 env=launcher_environment(TORCH_CPP_LOG_LEVEL="ERROR", **variables),
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -38,9 +38,8 @@ TOYS["01-single-gpu"] = ROOT / "01-single-gpu" / "skeleton.py"
 LAUNCHERS = "--standalone --nproc-per-node --nnodes --node-rank --master-addr --master-port"
 LAUNCHERS += " --max-restarts --local-addr --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv-id"
 LAUNCHERS += " --no-index --no-build-isolation --logdir --job-name --help --dist --base --partly"
-LAUNCHERS += (
-    " --index-url --picture --additional-suffix --signals-to-handle --mem --time --collect-only"
-)
+LAUNCHERS += " --index-url --picture --additional-suffix --signals-to-handle --mem --time"
+LAUNCHERS += " --collect-only --numa-binding --repo-type --local-dir"
 for program in ("plan.py", "prepare.py", "compare.py", "read.py", "05-multinode/submit.py"):
     parser = (ROOT / program).read_text().rpartition("ArgumentParser(")[2]
     LAUNCHERS += " " + " ".join(re.findall(r'"(--[a-z-]+)"', parser))

@@ -561,29 +561,6 @@ def peaks(module, _):
     module.memory_gb = since_the_last_call
 
 
-def start():
-    """From the start of the process to the end of its first step, against imports and loading."""
-    spent = {"stage 01": [], "load": []}
-    for _ in range(5):
-        command = [sys.executable, "-u", ROOT / STAGE_01 / "train-llm.py", "--max-steps", "2"]
-        process = psutil.Popen(
-            command, env=environment(OMP_NUM_THREADS=THREADS), stdout=subprocess.PIPE, text=True
-        )
-        for line in process.stdout:
-            if line.startswith("step     1/"):
-                spent["stage 01"].append(time.time() - process.create_time())
-                process.kill()
-        process.wait()
-        with tempfile.TemporaryDirectory() as folder:
-            model = write_model(Path(folder), **TINY)
-            spent["load"].append(run_peer({"model": str(model)}, "load")["loaded_s"])
-    values = [x / y for x, y in zip(*spent.values(), strict=True)]
-    rows = [[f"{statistics.median(times):.2f}" for times in spent.values()]]
-    rows[0] += [f"{statistics.median(values):.2f}", f"{min(values):.2f} to {max(values):.2f}"]
-    head = ["start to the end of the first step, s", "imports and loading alone, s"]
-    report("start", [*head, "ratio, median of 5", "range"], rows)
-
-
 def checkpoint():
     """Stage 04 saves in the loop, stage 05 beside it: what the loop waits for in each."""
     rows, stalls = [], []

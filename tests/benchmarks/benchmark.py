@@ -8,7 +8,6 @@ on one machine, contenders in turn.
     scaling     stages 02 and 03 against two of stage 01, and accelerate
     memory      state of a rank in stages 02 and 03
     accumulation  memory, traffic and speed with 1, 2 and 4 micro-batches in a step
-    start       start to first step, against imports and loading
     checkpoint  what a checkpoint costs the loop, beside it and in it
     recovery    from a kill to the first new step
     streaming   stage 06 against stage 05
@@ -76,7 +75,6 @@ COMMANDS = {
     "scaling": bench_speed.scaling,
     "memory": bench_speed.memory,
     "accumulation": bench_speed.accumulation,
-    "start": bench_speed.start,
     "checkpoint": bench_speed.checkpoint,
     "recovery": bench_speed.recovery,
     "streaming": bench_speed.streaming,

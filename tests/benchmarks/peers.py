@@ -18,7 +18,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
-import psutil
 import torch
 import torch.nn.functional as F
 import transformers
@@ -244,19 +243,7 @@ def accelerated(how):
     accelerator.end_training()
 
 
-def load(how):
-    """Imports and what a run has to load: model, tokenizer, dataset. No step."""
-    import datasets
-
-    _model, tokenizer = load_model(how), tiny_tokenizer()
-    datasets.disable_progress_bars()
-    rows = datasets.Dataset.from_dict({"text": list(topics.values())})
-    rows.map(lambda row: tokenizer(row["text"]), batched=True)
-    started = psutil.Process().create_time()
-    print(json.dumps({"loaded_s": time.time() - started}))
-
-
-PEERS = {"bare": bare, "trainer": trainer, "accelerated": accelerated, "load": load}
+PEERS = {"bare": bare, "trainer": trainer, "accelerated": accelerated}
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()

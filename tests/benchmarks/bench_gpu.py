@@ -4,13 +4,9 @@ gpu.sh and gpu-2.sh call each within ten minutes. So the table is written after 
 matter most come first, and no run begins when the time is nearly over."""
 
 import importlib.util
-import json
-import re
 import sys
 import tempfile
 import time
-from collections import Counter
-from pathlib import Path
 
 import torch
 import transformers
@@ -27,7 +23,6 @@ from bench_common import (
     report,
 )
 from bench_speed import run_peer, run_stage, setting
-from torch.autograd import DeviceType
 
 import plan
 
@@ -91,67 +86,11 @@ def all_gpus():
     measure("gpu-2", ON_ALL, number, [(LLAMA, STAGE_01, "")])
 
 
-# Kinds of kernels, on a CPU of operators, by their names. The first pattern that matches counts.
-# The compiler names its kernels, triton_…, after the operators that it has fused in them.
-KINDS = [
-    (r"^triton_poi_fused__to_copy(_t)?_\d", "copies and casts"),
-    (r"^triton_", "elementwise and reductions"),
-    (r"flash|fmha|sdpa|attention", "attention"),
-    (r"gemm|nvjet|cutlass|cublas|splitK|aten::(add|b|ba)?mm$|mkldnn_linear", "matrix products"),
-    (r"multi_tensor_apply|[Aa]dam|_foreach", "optimizer and clipping"),
-    (r"Memcpy|Memset|copy_|CatArray|FillFunctor|fill_", "copies and casts"),
-    (r"elementwise|reduce|[Ss]oft[Mm]ax|aten::(mul|add|div|sum)", "elementwise and reductions"),
-]
-PROFILED_STEP = 12  # after the warm-up, and not one that is logged
-
-
-def profile():
-    """Stage 01 with micro-batches of two sizes, and what the GPU does in a step of each.
-
-    The profiler makes Python slower, so without compilation the GPU is idle for longer than in a
-    real run."""
-    name = LLAMA if GPU else "tiny, 0.7 M"
-    ways = {"-b 4 --no-compile": {}}
-    if GPU:
-        larger = {"batch_size": 8, "global_batch_size": 64}
-        ways = {"-b 4": {}, "-b 8": larger, **ways}
-    rows = []
-    for way, sizes in ways.items():
-        with tempfile.TemporaryDirectory() as folder:
-            how = setting(folder, name) | sizes
-            flags = ["--no-compile"] if "--no-compile" in way else []
-            speed = run_stage(how, STAGE_01, 1, *flags, patch="unsaved")
-            mfu = mfu_of(speed)
-            head = f"{way} --global-batch-size {how['global_batch_size']}"
-            head = [head, f"{speed['tokens_per_second']:,.0f}", mfu]
-            head.append(f"{speed['memory/peak_gb']:.1f}")
-            path = Path(folder, "kernels.json")
-            run_stage(how, STAGE_01, 1, *flags, patch=f"unsaved,profiled={path}")
-            profiled = json.loads(path.read_text())
-        rows += [head + row for row in shares(profiled)]
-        names = ["stage 01", "tokens/s", "MFU", "peak, GB", "of a step", "ms", "share", "most time"]
-        report("gpu-profile" if GPU else "gpu-profile-dry", names, rows)
-
-
 def mfu_of(result):
     """The share of the GPU's peak, in words."""
     peak = plan.peak_flops(torch.cuda.get_device_name()) if GPU else 0
     tflops = result.get("throughput/tflops_per_device")
     return f"{1e12 * tflops / peak:.1%}" if peak and tflops else "–"
-
-
-def shares(profiled):
-    """A row for each kind of kernel, and one for the time in which the device has nothing to do."""
-    kinds, examples = Counter(), {}
-    for name, ms in sorted(profiled["kernels"].items(), key=lambda item: -item[1]):
-        kind = next((kind for form, kind in KINDS if re.search(form, name)), "other")
-        kinds[kind] += ms
-        examples.setdefault(kind, re.sub(r"[^\w:]+", " ", name.removeprefix("void "))[:40])
-    kinds["idle"] = profiled["step_ms"] - kinds.total()
-    return [
-        [kind, f"{ms:.1f}", f"{ms / profiled['step_ms']:.1%}", examples.get(kind, "–")]
-        for kind, ms in kinds.most_common()
-    ]
 
 
 def measure(name, runs, processes, on_one=()):
@@ -189,34 +128,4 @@ def unsaved(module, _):
     module.sample = lambda *_: ("", "")
 
 
-def profiled(module, path):
-    """Writes the milliseconds of each kernel of one step, and of the step, to a file."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if GPU:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(activities=activities)
-    device = DeviceType.CUDA if GPU else DeviceType.CPU
-
-    class Log(module.RunLog):
-        def step(self, step, metrics):
-            super().step(step, metrics)
-            if step not in (PROFILED_STEP - 1, PROFILED_STEP):
-                return
-            if GPU:
-                torch.cuda.synchronize()
-            if step < PROFILED_STEP:
-                profiler.start()
-                self.begin = time.perf_counter()
-                return
-            step_ms, kernels = 1000 * (time.perf_counter() - self.begin), Counter()
-            profiler.stop()
-            for event in profiler.key_averages():
-                if event.device_type == device and not event.is_user_annotation:
-                    us = event.self_device_time_total if GPU else event.self_cpu_time_total
-                    kernels[event.key] += us / 1000
-            Path(path).write_text(json.dumps({"step_ms": step_ms, "kernels": kernels}))
-
-    module.RunLog = Log
-
-
-PATCHES = {"unsaved": unsaved, "profiled": profiled}
+PATCHES = {"unsaved": unsaved}

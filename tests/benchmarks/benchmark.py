@@ -22,7 +22,6 @@ on one machine, contenders in turn.
     loss        final loss of each way to compress gradients, about an hour
     gpu         speed, MFU and memory on one GPU (gpu.sh)
     gpu-peers   stage 01 against a bare loop and Trainer on one GPU (gpu.sh)
-    gpu-profile larger micro-batches, and what a GPU does in a step (gpu.sh)
     gpu-2       on all GPUs, two at least (gpu-2.sh)
 
 `pip install -e '.[test,bench]'` brings the peers. `wire` and `link` need Linux, root, and `ip` and
@@ -89,7 +88,6 @@ COMMANDS = {
     "loss": bench_compression.loss,
     "gpu": bench_gpu.gpu,
     "gpu-peers": bench_gpu.peers,
-    "gpu-profile": bench_gpu.profile,
     "gpu-2": bench_gpu.all_gpus,
 }
 

@@ -3,12 +3,11 @@
 #
 #   bash tests/benchmarks/gpu.sh test       pytest -m gpu
 #   bash tests/benchmarks/gpu.sh measure    speed, MFU and peak memory of the stages
-#   bash tests/benchmarks/gpu.sh profile    larger micro-batches, and what a step spends its time on
 #   bash tests/benchmarks/gpu.sh peers      stage 01 against a bare loop and transformers.Trainer
 #   bash tests/benchmarks/gpu.sh check      with several GPUs: every stage against stage 01, no limit
 #
-# Each ends with a file in $OUT, by default outputs/measured: gpu-test.txt, gpu.md, gpu-profile.md,
-# gpu-peers.md; check with outputs/gpu-check.md. gpu-2.sh has the calls for several ranks.
+# Each ends with a file in $OUT, by default outputs/measured: gpu-test.txt, gpu.md, gpu-peers.md;
+# check with outputs/gpu-check.md. gpu-2.sh has the calls for several ranks.
 # On a machine without a network, the packages that are missing there go as wheels into .wheels.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -26,9 +25,6 @@ case ${1:-} in
   measure)
     python3 tests/benchmarks/benchmark.py gpu
     ;;
-  profile)
-    python3 tests/benchmarks/benchmark.py gpu-profile
-    ;;
   peers)
     python3 tests/benchmarks/benchmark.py gpu-peers
     ;;
@@ -42,7 +38,7 @@ case ${1:-} in
     python3 tests/benchmarks/benchmark.py gpu-2
     ;;
   *)
-    sed -n '2,12s/^# \{0,1\}//p' "$0"
+    sed -n '2,10s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

@@ -885,8 +885,8 @@ def read_files(files, column):
         with open_file(file, "rt", encoding="utf-8-sig") as lines:
             if file.removesuffix(".gz").endswith((".json", ".jsonl")):
                 try:
-                    yield from (json.loads(line) for line in lines if not line.isspace())
-                except ValueError as error:
+                    yield from ({**json.loads(line)} for line in lines if not line.isspace())
+                except (TypeError, ValueError) as error:
                     fail(f"--dataset-name {file}: one of its lines cannot be read: {error}")
                 continue
             for is_empty, paragraph in itertools.groupby(lines, str.isspace):
@@ -941,7 +941,7 @@ def check_data(args, config, documents, eval_data, seq_length):
     This dict is saved: a run that is resumed must have the same model and data, whatever their
     names. So it holds the config and a checksum of the tokens."""
     if len(eval_data) == 0:
-        fail(f"--seq-length {seq_length}: too few documents of {args.dataset_name} are held out")
+        fail(f"--seq-length {seq_length}: there are too few documents to evaluate on")
 
     crc = documents.num_shards  # of what is trained on, which is not read yet
     for rows in eval_data.with_format("numpy").iter(batch_size=1000):

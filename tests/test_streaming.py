@@ -340,11 +340,12 @@ def python(code):
 MORE = "--global-batch-size 8: as many streams need more documents"
 BAD = {
     "no text": ("numbers.jsonl", "choose a column of texts with --text-column, of number, or run"),
-    "one document": ("one.txt", "--seq-length 64: too few documents of "),
-    "little text": ("little.jsonl", "--seq-length 64: too few documents of "),
+    "one document": ("one.txt", "--seq-length 64: there are too few documents to evaluate on"),
+    "little text": ("little.jsonl", "--seq-length 64: there are too few documents to evaluate on"),
     "empty texts": ("empty.jsonl", MORE),
     "few documents": ("few.jsonl", MORE),
     "a damaged line": ("damaged.jsonl", "damaged.jsonl: one of its lines cannot be read: "),
+    "a list": ("list.json", "list.json: one of its lines cannot be read: "),
     "two formats": ("two", ": has .jsonl, .txt; choose files of one format with a glob"),
 }
 
@@ -366,6 +367,7 @@ def test_bad_input(case, tmp_path):
     (tmp_path / "two").mkdir()
     for name in ("a.txt", "b.jsonl"):
         (tmp_path / "two" / name).write_text("{}\n")
+    (tmp_path / "list.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}]))
     (tmp_path / "damaged.jsonl").write_text("\n".join([*rows, rows[0][:20]]) + "\n")
     result = stream(1, tmp_path / "out", "-d", tmp_path / data, "--max-steps", 3, check=False)
     assert result.returncode != 0
